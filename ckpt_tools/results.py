@@ -27,8 +27,9 @@ class Result:
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the document that the command prints with `--json`, in plain values."""
-        document: dict[str, Any] = json.loads(json.dumps({"schema_version": SCHEMA_VERSION, **self.to_json()}))
+        """Return the document that the command prints with `--json`, in plain values; no number is NaN or infinite."""
+        text = json.dumps({"schema_version": SCHEMA_VERSION, **self.to_json()})
+        document: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)
         return document
 
     @property

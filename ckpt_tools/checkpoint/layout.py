@@ -142,7 +142,7 @@ def mesh_text(mesh: MeshLike) -> str:
     """Return "dp_shard=8" for 8, {"dp_shard": 8}, a `Mesh`, torch's `DeviceMesh`, or the text itself."""
     if isinstance(mesh, str | Mesh):
         return str(mesh)
-    if isinstance(mesh, int):
+    if hasattr(mesh, "__index__"):
         return f"{FSDP_AXIS}={mesh}"
     if isinstance(mesh, Mapping):
         return ",".join(f"{name}={size}" for name, size in mesh.items())

@@ -91,6 +91,12 @@ class Conversion(Result):
     """The parts that are missing."""
 
     @property
+    def title(self) -> str:
+        """What became of the destination."""
+        done = "published" if self.published else "written, not published yet"
+        return "dry run, nothing written" if self.dry_run else done
+
+    @property
     def throughput_bytes_per_s(self) -> float:
         """Bytes written per second."""
         return self.bytes_written / self.seconds if self.seconds > 0 else 0.0

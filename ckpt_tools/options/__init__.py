@@ -179,13 +179,12 @@ def takes(options: Callable[P, Options], *example: str) -> Callable[[Callable[[O
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> Result:
             values: Any = [each.read(value) for each, value in zip(placed, args, strict=False)]
-            named: Any = {known[word].name: known[word].read(kwargs[word]) for word in kwargs if word in known}
-            others: Any = {
-                word: value for word, value in kwargs.items() if word not in known
-            }  # dataclasses refuse them
-            if len(named) + len(others) < len(kwargs):
+            named: Any = {known[word].name: known[word].read(kwargs[word]) for word in kwargs.keys() & known.keys()}
+            if unknown := kwargs.keys() - known.keys():
+                raise TypeError(f"{function.__name__}() has no {min(unknown)!r}; it takes {', '.join(known)}")
+            if len(named) < len(kwargs):
                 raise UsageError("an option is given twice, under both of its names", hint="give it once")
-            return function(make(*values, *args[len(values) :], **named, **others))
+            return function(make(*values, *args[len(values) :], **named))
 
         call.__dict__["options"] = options
         call.__dict__["__signature__"] = _signature(stated, function)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from ckpt_tools.checkpoint.layout import MeshLike
 from ckpt_tools.options import AnyPath, Argument, Doc, Option, ProgressFactory
@@ -30,7 +30,7 @@ Dequantize = Annotated[
     bool, Option("Decode quantised weights, as --dtype says or config.json; without it their bytes stay as they are.")
 ]
 DTypeName = Annotated[
-    str, Option("Cast the model's floating-point tensors, but no quantised ones.", metavar="keep|bf16|f16|f32")
+    str | Any, Option("Cast the model's floating-point tensors, but no quantised ones.", metavar="keep|bf16|f16|f32")
 ]
 DTypeFor = Annotated[
     Sequence[str],

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from library.world import params
 
 import ckpt_tools
 from ckpt_tools.options import Option, options_of
@@ -54,7 +55,7 @@ def examples(world: Path, run: object, monkeypatch: pytest.MonkeyPatch) -> Calla
     return check
 
 
-@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize("name", params((name,) for name in SHOWN))
 def test_example_of_a_function_shows_what_it_says(name: str, examples: Callable[[str], None]) -> None:
     examples(name)
 

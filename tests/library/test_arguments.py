@@ -8,19 +8,24 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from library.world import params
 
 import ckpt_tools
-from ckpt_tools.checkpoint.layout import parse_mesh
+from ckpt_tools.checkpoint.layout import mesh_text, parse_mesh
 from ckpt_tools.cli import main
 from ckpt_tools.errors import DestinationExistsError, MissingError, UnreadableError, UsageError
 
 DEVICE_MESH = SimpleNamespace(mesh_dim_names=("dp_replicate", "dp_shard"), shape=(2, 4))
 UNNAMED = SimpleNamespace(mesh_dim_names=None, shape=(8,))
+EIGHT = (8, np.int64(8), "8", "dp_shard=8", {"dp_shard": 8}, {"fsdp": 8}, UNNAMED, parse_mesh("dp=8"))
 
 
-@pytest.mark.parametrize("mesh", [8, "8", "dp_shard=8", {"dp_shard": 8}, {"fsdp": 8}, UNNAMED, parse_mesh("dp=8")])
+@pytest.mark.parametrize(
+    "mesh", [8, np.int64(8), "8", "dp_shard=8", {"dp_shard": 8}, {"fsdp": 8}, UNNAMED, parse_mesh("dp=8")]
+)
 def test_mesh_is_a_number_text_a_mapping_or_a_mesh(mesh: Any, world: Path) -> None:
     assert str(ckpt_tools.inspect(world / "model", mesh=mesh).mesh) == "dp_shard=8"
     assert ckpt_tools.estimate(params="1B", layers=2, hidden=64, mesh=mesh).cases[0].case.mesh == parse_mesh("dp=8")
@@ -47,6 +52,20 @@ def test_mesh_of_torch_is_taken_by_its_names(world: Path, tmp_path: Path) -> Non
 def test_what_is_no_mesh_is_refused(mesh: Any, says: str, world: Path) -> None:
     with pytest.raises(UsageError, match=says):
         ckpt_tools.inspect(world / "model", mesh=mesh)
+
+
+def test_device_mesh_is_what_torch_has() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        named = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp_shard", "tp"))
+        assert mesh_text(named) == "dp_shard=2,tp=4"
+        assert mesh_text(init_device_mesh("cpu", (8,))) == "dp_shard=8"
+        assert mesh_text(named["tp"]) == "tp=4"
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16", "bf16", "torch.bfloat16"])
@@ -116,7 +135,7 @@ def _rules(out: Path) -> Path:
     return out / "rules.yaml"
 
 
-@pytest.mark.parametrize("name", calls(Path(), Path(), Place))
+@pytest.mark.parametrize("name", params((name,) for name in calls(Path(), Path(), Place)))
 def test_paths_are_taken_as_they_come(name: str, world: Path, tmp_path: Path) -> None:
     assert calls(world, tmp_path, Place)[name]()
 
@@ -127,6 +146,13 @@ def test_what_is_no_path_is_refused(wrong: Any) -> None:
         ckpt_tools.verify(wrong)
     with pytest.raises(UsageError, match="sources must be a path"):
         ckpt_tools.average([wrong], "out")
+
+
+def test_paths_of_what_writes_elsewhere_are_taken(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableError, match="nothing is being written"):
+        ckpt_tools.commit(Place(tmp_path / "out"))
+    with pytest.raises(MissingError, match="no such directory"):
+        ckpt_tools.push(Place(tmp_path / "out"), "me/model")
 
 
 def test_one_of_what_can_be_several_is_not_taken_letter_by_letter(world: Path) -> None:
@@ -140,7 +166,7 @@ def test_words_of_the_command_line_are_taken(world: Path) -> None:
         ckpt_tools.verify(world / "model-dp8", from_="dcp", format="dcp")  # type: ignore[call-arg]
     with pytest.raises(UsageError, match="--for must be one of resume, weights"):
         ckpt_tools.verify(world / "model-dp8", for_="fun")  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="fro_"):
+    with pytest.raises(TypeError, match=r"verify\(\) has no .fro_.; it takes source, .*from_"):
         ckpt_tools.verify(world / "model-dp8", fro_="dcp")  # type: ignore[call-arg]
 
 

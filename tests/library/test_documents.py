@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from library.json_schema import problems
+from library.world import params
 
 import ckpt_tools
 from ckpt_tools.cli.commands import COMMANDS
@@ -103,7 +104,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("code", "line"), CASES)
+@pytest.mark.parametrize(("code", "line"), params(CASES))
 def test_document_of_a_command_is_as_its_schema_says(code: int, line: str, shown: Shown) -> None:
     found, document = shown(line)
     assert found == code, document
@@ -145,7 +146,7 @@ SAME: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("line", SAME)
+@pytest.mark.parametrize("line", params((line,) for line in SAME))
 def test_to_dict_is_the_document_and_truth_the_exit_code(line: str, shown: Shown, tmp_path: Path) -> None:
     code, document = shown(line)
     result = SAME[line](tmp_path)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ import ckpt_tools
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checkpoint.identity import Identity
 from ckpt_tools.checkpoint.summarise import summarise
+from ckpt_tools.checks.diff import Change
 from ckpt_tools.results import CheckedResult, Result
 
 MADE: dict[str, Result] = {
@@ -102,3 +106,31 @@ def test_results_without_a_verdict_are_plain_objects() -> None:
 def test_equal_names_alone_are_not_called_equal() -> None:
     same = results.difference(only_in_a=(), only_in_b=(), changed=(), keys_only=True)
     assert repr(same).splitlines()[0] == "Difference: equal (names, shapes and dtypes)"
+
+
+def test_conversion_says_what_became_of_the_destination(world: Path, tmp_path: Path) -> None:
+    planned = ckpt_tools.gather(world / "model-dp8", tmp_path / "a", dry_run=True)
+    part = ckpt_tools.shard(world / "model", tmp_path / "b", mesh=2, part="0/2")
+    done = ckpt_tools.gather(world / "model-dp8", tmp_path / "a")
+    heads = [repr(each).splitlines()[0] for each in (planned, part, done)]
+    assert heads == [
+        "Conversion: dry run, nothing written",
+        "Conversion: written, not published yet",
+        "Conversion: published",
+    ]
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_result_can_be_copied_and_sent_to_another_process(name: str) -> None:
+    made: Any = MADE[name]
+    assert copy.copy(made) == made
+    if name not in ("smoke", "preflight"):  # which hold NaN
+        assert pickle.loads(pickle.dumps(made)) == made
+
+
+def test_document_has_no_number_that_json_lacks() -> None:
+    odd = results.difference(changed=(Change(fqn="a", what="x", relative=float("inf")),), only_in_a=())
+    assert odd.to_dict()["changed"][0]["relative"] is None
+    losses = results.smoke().to_dict()["losses"]
+    assert losses == [4.0, 3.5, None, 3.0]
+    json.dumps([odd.to_dict(), losses], allow_nan=False)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +34,14 @@ tensor_parallel_degree = 1
 enable = true
 interval = 500
 """
+
+
+_RUNS_A_MODEL = re.compile(r"(estimate|smoke)( model .*)?$|preflight .*--no-smoke")
+
+
+def params(rows: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Rows that end in a command line, or in a function's name, as parameters; a model runs in the full tier alone."""
+    return [pytest.param(*row, marks=pytest.mark.full if _RUNS_A_MODEL.match(row[-1]) else ()) for row in rows]
 
 
 def make(root: Path) -> Path:
