@@ -16,32 +16,16 @@ from types import ModuleType
 
 TYPE_CHECKING = False  # not from typing, which with `python -m` may be the current directory's
 if TYPE_CHECKING:
-    from ckpt_tools._version import __version__ as __version__
+    from ckpt_tools._version import __version__ as __version__  # noqa: I001 - the functions, one a line, are a page
+    from ckpt_tools.adapters.check import LoraCheck as LoraCheck
+    from ckpt_tools.adapters.export import Export as Export
     from ckpt_tools.api import (
-        average as average,
-        check_lora as check_lora,
-        commit as commit,
-        diff as diff,
-        estimate as estimate,
-        export_lora as export_lora,
-        extract as extract,
-        gather as gather,
-        identify as identify,
-        inspect as inspect,
-        merge_lora as merge_lora,
-        open_checkpoint as open_checkpoint,
-        preflight as preflight,
-        prune as prune,
-        push as push,
-        rename as rename,
-        reshard as reshard,
-        scan as scan,
-        shard as shard,
-        smoke as smoke,
-        stats as stats,
-        verify as verify,
-        watch as watch,
-    )
+        average as average, check_lora as check_lora, commit as commit, diff as diff, estimate as estimate,
+        export_lora as export_lora, extract as extract, gather as gather, identify as identify, inspect as
+        inspect, merge_lora as merge_lora, open_checkpoint as open_checkpoint, preflight as preflight, prune as
+        prune, push as push, rename as rename, reshard as reshard, scan as scan, shard as shard, smoke as smoke,
+        stats as stats, verify as verify, watch as watch,
+    )  # fmt: skip
     from ckpt_tools.checkpoint.dtypes import DType as DType
     from ckpt_tools.checkpoint.entries import (
         BlobEntry as BlobEntry,
@@ -71,10 +55,14 @@ if TYPE_CHECKING:
         DestinationExistsError as DestinationExistsError,
         HubError as HubError,
         LimitError as LimitError,
+        MissingError as MissingError,
         PartError as PartError,
         UnreadableError as UnreadableError,
         UsageError as UsageError,
     )
+    from ckpt_tools.estimate.report import Estimate as Estimate
+    from ckpt_tools.hub.plan import PushResult as PushResult
+    from ckpt_tools.preflight.report import PreflightReport as PreflightReport
     from ckpt_tools.preflight.smoke.report import SmokeReport as SmokeReport
     from ckpt_tools.runs.manage import PruneResult as PruneResult
     from ckpt_tools.transfer.value_counts import Counts as Counts
@@ -83,6 +71,11 @@ _ROOMS = {
     "_version": "__version__",
     "api": "average check_lora commit diff estimate export_lora extract gather identify inspect merge_lora "
     "open_checkpoint preflight prune push rename reshard scan shard smoke stats verify watch",
+    "adapters.check": "LoraCheck",
+    "adapters.export": "Export",
+    "estimate.report": "Estimate",
+    "hub.plan": "PushResult",
+    "preflight.report": "PreflightReport",
     "checks.diff": "Difference",
     "checks.stats": "Stats",
     "checks.verify": "Verification",
@@ -92,7 +85,7 @@ _ROOMS = {
     "checkpoint.identity": "Candidate Identity StepCount",
     "checkpoint.layout": "Box Mesh Placement Replicate Shard parse_mesh",
     "checkpoint.summarise": "Summary",
-    "errors": "CkptError DestinationExistsError HubError LimitError PartError UnreadableError UsageError",
+    "errors": "CkptError DestinationExistsError HubError LimitError MissingError PartError UnreadableError UsageError",
     "checkpoint.formats.scan": "Executable Scan",
     "transfer.value_counts": "Counts",
     "preflight.smoke.report": "SmokeReport",
@@ -120,7 +113,7 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return __all__
 
 
 class _Package(ModuleType):

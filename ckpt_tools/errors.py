@@ -7,11 +7,12 @@
     ├── UsageError                 exit 2   options, impossible meshes or rules
     │   └── RefusedConfigError     exit 2   a config.json that ckpt does not build a model of
     ├── UnreadableError            exit 4   not a complete, readable checkpoint
+    │   ├── MissingError           exit 4   there is nothing; also a FileNotFoundError
     │   ├── LimitError             exit 4   readable perhaps, but beyond a safety limit
     │   ├── UnsupportedError       exit 4   sound as far as is known, and of a kind that ckpt does not read
     │   ├── PartError              exit 4   a part of a model, where a whole one is wanted
     │   └── ForeignLayoutError     exit 4   a trainer's own layout, which ckpt does not read
-    └── DestinationExistsError     exit 5   the destination is already there
+    └── DestinationExistsError     exit 5   the destination is already there; also a FileExistsError
 
 Findings (exit 3) are values, not errors: see `checkpoint.Finding`.
 """
@@ -101,6 +102,10 @@ class UnreadableError(CkptError):
     code = "unreadable"
 
 
+class MissingError(UnreadableError, FileNotFoundError):
+    """There is nothing at a path that a source was expected at."""
+
+
 class LimitError(UnreadableError):
     """The source asks for more than a documented safety limit allows."""
 
@@ -125,7 +130,7 @@ class ForeignLayoutError(UnreadableError):
     """The source is in a layout that some trainer reads, and ckpt does not."""
 
 
-class DestinationExistsError(CkptError):
+class DestinationExistsError(CkptError, FileExistsError):
     """The destination exists and `--overwrite` was not given."""
 
     exit_code = 5

@@ -10,7 +10,10 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+
+from ckpt_tools.options import options_of
+from ckpt_tools.results import CheckedResult, Result
 
 HEAD = """\
 # Library reference
@@ -18,8 +21,33 @@ HEAD = """\
 <!-- Written by bin/docs from signatures and docstrings. Do not edit. -->
 
 What `import ckpt_tools` offers, without importing torch. The functions have the names and defaults of the
-[command line](cli.md), which is a thin layer over them.
+[command line](cli.md), which is a thin layer over them. What is stable: [stability](stability.md).
+
+## Arguments
+
+The keyword of an option is its name on the command line with underscores: `--dry-run` is `dry_run`. Where that is a
+word of Python, an underscore follows: `from_`, `for_`. These options have a second keyword, which goes on working:
+
+{names}
+
+- A path is text or any `os.PathLike`; an option that can be repeated takes one value or several.
+- A mesh is `8`, `"dp_shard=8,tp=2"`, `{{"dp_shard": 8, "tp": 2}}`, a `Mesh`, or torch's `DeviceMesh` with named axes.
+- A dtype is `"bf16"`, `"bfloat16"` or `torch.bfloat16`.
+- `push` takes the options of the model card as `card=CardFacts(…)`, and `card=False` for `--no-card`.
+
+A missing source is a `MissingError`, which is also a `FileNotFoundError`; a destination that exists is a
+`DestinationExistsError`, which is also a `FileExistsError`. `str(error)` has what happened, where, and what to do.
+
+## Results
+
+Every result has `to_dict()`, the document that the command prints with `--json` ([schemas](schemas)), a `repr` of at
+most 20 lines, and a table in notebooks.
+
+- True or false: {checked}. They are false when the command would end with exit code 3, so `assert verify(path)` and
+  `assert diff(a, b)` fail for damage and for a difference. `ok` says the same.
+- Plain objects: {plain}.
 """
+_LEFT_OUT = ("to_json",)  # Methods for other results
 _SECTION = re.compile(r"(Args|Returns|Raises|Yields|Source|Note|Example):")
 _ENTRY = re.compile(r"(\*{0,2}\w[\w.]*): (.*)")
 WIDTH = 100
@@ -45,6 +73,10 @@ def describe(docstring: str | None) -> str:
         elif in_section and line.startswith("    ") and not line.startswith("     ") and entry:
             text = f"- `{entry[1]}`: {entry[2]}"
             parts += textwrap.wrap(text, 116, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        elif in_section and line.startswith("    >>> "):
+            parts += ["```python", line.strip()]
+        elif parts[-1:] and parts[-1].startswith(">>> "):
+            parts += [line.strip(), "```"]
         elif in_section and line.startswith("     "):
             parts.append(f"  {line.strip()}")
         else:
@@ -130,11 +162,32 @@ def describe_class(kind: type) -> str:
         ]
     for name, member in vars(kind).items():
         function = member.fget if isinstance(member, property) else getattr(member, "func", member)
-        if name.startswith("_") or not inspect.isfunction(function) or not function.__doc__:
+        if name.startswith("_") or name in _LEFT_OUT or not inspect.isfunction(function) or not function.__doc__:
             continue
         call = signature(name, function).replace("(self, ", "(").replace("(self)", "()") if function is member else name
         rows.append(f"- `{call}`: {inspect.cleandoc(function.__doc__).splitlines()[0]}")
     return "\n\n".join([*parts, "\n".join(rows)]) if rows else parts[0]
+
+
+def names_table(functions: Mapping[str, Callable[..., object]]) -> str:
+    """The options whose keyword is not the name of their field, as a table."""
+    users: dict[tuple[str, str, str], list[str]] = {}
+    for name, function in functions.items():
+        stated = options_of(function)
+        taken = {each.name for each in stated}
+        for each in stated:
+            if each.word not in taken:
+                users.setdefault((each.flag.partition("/")[0], each.word, each.name), []).append(name)
+    rows = [
+        f"| `{flag}` | `{word}` | `{old}` | {', '.join(used)} |" for (flag, word, old), used in sorted(users.items())
+    ]
+    return "\n".join(["| option | keyword | also | functions |", "|---|---|---|---|", *rows])
+
+
+def results_of(members: Mapping[str, object], *, checked: bool) -> str:
+    """The results that are true or false, or those that are not."""
+    kinds = {name: kind for name, kind in members.items() if isinstance(kind, type) and issubclass(kind, Result)}
+    return ", ".join(f"`{name}`" for name, kind in kinds.items() if issubclass(kind, CheckedResult) is checked)
 
 
 def render() -> str:
@@ -142,9 +195,15 @@ def render() -> str:
     import ckpt_tools
 
     members = {name: getattr(ckpt_tools, name) for name in ckpt_tools.__all__}
+    verbs = {
+        name: member for name, member in members.items() if inspect.isfunction(member) and hasattr(member, "options")
+    }
+    head = HEAD.format(
+        names=names_table(verbs), checked=results_of(members, checked=True), plain=results_of(members, checked=False)
+    )
     functions = [function_entry(name, member) for name, member in members.items() if inspect.isfunction(member)]
     types = [f"### {name}\n\n{describe_class(member)}\n" for name, member in members.items() if inspect.isclass(member)]
     from ckpt_tools.runs.hook import BadCheckpointError, Tending
 
     hooks = [f"### {kind.__name__}\n\n{describe_class(kind)}\n" for kind in (Tending, BadCheckpointError)]
-    return "\n".join([HEAD, "## Functions\n", *functions, "## Types\n", *types, HOOKS, *hooks])
+    return "\n".join([head, "## Functions\n", *functions, "## Types\n", *types, HOOKS, *hooks])

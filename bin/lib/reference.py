@@ -10,6 +10,7 @@ import api_pages
 import cli_pages
 import formats_page
 import fsdp2_pages
+import schemas
 
 from ckpt_tools.fsdp2.catalogue import render_catalogue
 from ckpt_tools.preflight.rules import render_rules
@@ -22,6 +23,7 @@ PAGES = {
     "fsdp2.md": fsdp2_pages.render,
     "diagnoses.md": render_catalogue,
     "preflight-rules.md": render_rules,
+    **schemas.PAGES,
 }
 
 

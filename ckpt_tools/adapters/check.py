@@ -36,6 +36,7 @@ from ckpt_tools.checkpoint.identity import Identity
 from ckpt_tools.errors import UsageError
 from ckpt_tools.options import takes
 from ckpt_tools.options.adapters import CheckOptions
+from ckpt_tools.results import CheckedResult
 from ckpt_tools.storage.locations import is_directory, open_source
 from ckpt_tools.text import escape_name, first_few, natural_key, natural_order
 
@@ -53,8 +54,8 @@ _OWN: Mapping[Convention, tuple[Loader, ...]] = {
 the one's or the other's, by the model."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraCheck:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class LoraCheck(CheckedResult):
     """What was found out about an adapter."""
 
     path: str  # As the user named it
@@ -88,8 +89,47 @@ class LoraCheck:
         """Is the adapter proven to load, whole?"""
         return self.verdict == "loads"
 
+    def to_json(self) -> dict[str, object]:
+        """Return it as JSON holds it."""
+        return {
+            "ok": self.ok,
+            "verdict": self.verdict,
+            "identity": None if self.identity is None else self.identity.to_json(),
+            "judges": list(self.judges),
+            "path": self.path,
+            "type": self.kind,
+            "rank": self.rank,
+            "ranks": {str(rank): count for rank, count in self.ranks.items()},
+            "alpha": {
+                "value": None if self.alpha is None else self.alpha.value,
+                "source": None if self.alpha is None else self.alpha.source,
+            },
+            "alphas": {str(alpha): count for alpha, count in self.alphas.items()},
+            "num_modules": self.num_modules,
+            "targets": list(self.targets),
+            "convention": self.convention,
+            "architecture": self.architecture,
+            "loaders": [
+                {
+                    "loader": report.loader,
+                    "loads": report.loads,
+                    "changes": report.changes,
+                    "whole": report.is_whole,
+                    "proven": report.is_proven,
+                    "matched_modules": len(report.matched),
+                    "matched_tensors": report.num_matched,
+                    "unmatched_tensors": len(report.unmatched),
+                    "unmatched": list(report.unmatched[:20]),
+                    "findings": [asdict(finding) for finding in fold(report.findings)],
+                }
+                for report in self.loaders
+            ],
+            "not_checked": list(self.not_checked),
+            "findings": [asdict(finding) for finding in self.findings],
+        }
 
-@takes(CheckOptions)
+
+@takes(CheckOptions, 'ckpt_tools.check_lora("adapter", base="model").verdict', "'loads'")
 def check_lora(options: CheckOptions) -> LoraCheck:
     """Check an adapter: its factors, its names against the base, and what loaders will do with it.
 
@@ -289,46 +329,6 @@ def fold(findings: Iterable[Finding]) -> tuple[Finding, ...]:
         what = f"{first.what} ({len(places)} times: {first_few(places)})"
         folded.append(replace(first, what=what))
     return tuple(folded)
-
-
-def to_json(result: LoraCheck) -> dict[str, object]:
-    """Return the JSON document of `ckpt check-lora`."""
-    return {
-        "ok": result.ok,
-        "verdict": result.verdict,
-        "identity": None if result.identity is None else result.identity.to_json(),
-        "judges": list(result.judges),
-        "path": result.path,
-        "type": result.kind,
-        "rank": result.rank,
-        "ranks": {str(rank): count for rank, count in result.ranks.items()},
-        "alpha": {
-            "value": None if result.alpha is None else result.alpha.value,
-            "source": None if result.alpha is None else result.alpha.source,
-        },
-        "alphas": {str(alpha): count for alpha, count in result.alphas.items()},
-        "num_modules": result.num_modules,
-        "targets": list(result.targets),
-        "convention": result.convention,
-        "architecture": result.architecture,
-        "loaders": [
-            {
-                "loader": report.loader,
-                "loads": report.loads,
-                "changes": report.changes,
-                "whole": report.is_whole,
-                "proven": report.is_proven,
-                "matched_modules": len(report.matched),
-                "matched_tensors": report.num_matched,
-                "unmatched_tensors": len(report.unmatched),
-                "unmatched": list(report.unmatched[:20]),
-                "findings": [asdict(finding) for finding in fold(report.findings)],
-            }
-            for report in result.loaders
-        ],
-        "not_checked": list(result.not_checked),
-        "findings": [asdict(finding) for finding in result.findings],
-    }
 
 
 # Are an adapter's modules in the base model, and of the right shape? By the family's names, or by the base's own.

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ckpt_tools.adapters import settings
@@ -38,6 +38,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.options import takes
 from ckpt_tools.options.adapters import ExportOptions
+from ckpt_tools.results import CheckedResult
 from ckpt_tools.storage.run_leases import leased
 from ckpt_tools.storage.staging import check_destination, check_space
 from ckpt_tools.text import escape_name
@@ -46,8 +47,8 @@ _NOTHING = Output(file="", items=(), metadata={}, documents={})
 _BASE_BYTES = 64 << 20  # Of the interpreter and the modules, in estimates
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Export:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Export(CheckedResult):
     """What an export did, or would do."""
 
     conversion: Conversion
@@ -56,10 +57,15 @@ class Export:
     findings: tuple[Finding, ...]  # What is wrong with the adapter; nothing is written when one of them is an error
     assumed: tuple[str, ...] = ()  # Fields of the configuration that nothing says: "use_rslora=false"
 
-    @property
-    def ok(self) -> bool:
-        """Nothing is wrong that keeps the adapter from being written."""
-        return not any(finding.severity == "error" for finding in self.findings)
+    def to_json(self) -> dict[str, object]:
+        """Return it as JSON holds it."""
+        return {
+            **self.conversion.to_json(),
+            "ok": self.ok,
+            "config": {name: {"value": found.value, "source": found.source} for name, found in self.config.items()},
+            "assumed": list(self.assumed),
+            "findings": [asdict(finding) for finding in self.findings],
+        }
 
 
 Factor = Any  # A `TensorEntry`, whose bytes are moved, or an `Array` that a conversion made
@@ -87,7 +93,7 @@ class _ExportRun:
         return any(finding.severity == "error" for finding in self.findings)
 
 
-@takes(ExportOptions)
+@takes(ExportOptions, 'ckpt_tools.export_lora("adapter", "exported").ok', "True")
 def export_lora(options: ExportOptions) -> Export:
     """Export an adapter; reads its tensors and no others.
 

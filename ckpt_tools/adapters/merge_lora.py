@@ -108,7 +108,7 @@ def _components(
     return found
 
 
-@takes(MergeOptions)
+@takes(MergeOptions, 'ckpt_tools.merge_lora("model", "adapter", "merged").verified', "True")
 def merge_lora(options: MergeOptions) -> Conversion:
     """Merge adapters (LoRA, DoRA, LoHa, LoKr, OFT, BOFT, …) into their base, streaming.
 

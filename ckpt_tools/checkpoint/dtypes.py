@@ -73,3 +73,9 @@ BY_TORCH_NAME: dict[str, DType] = {dtype.torch_name: dtype for dtype in _TABLE i
 """Every dtype that torch has, by the name of the attribute of `torch`."""
 BY_TORCH_STORAGE: dict[str, DType] = {d.torch_storage: d for d in _TABLE if d.torch_storage}
 """Every dtype that has a typed torch storage class, by that class's name."""
+
+
+def dtype_word(dtype: object) -> str:
+    """Return what options call a dtype of torch, or its name: `torch.bfloat16` and "bfloat16" are "bf16"."""
+    text = str(dtype).removeprefix("torch.")
+    return BY_TORCH_NAME[text].name.lower() if text in BY_TORCH_NAME else text

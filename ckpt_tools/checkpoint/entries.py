@@ -14,6 +14,7 @@ from typing import Literal, Self
 
 from ckpt_tools.checkpoint.dtypes import DType
 from ckpt_tools.checkpoint.layout import Box, Mesh, Placement
+from ckpt_tools.results import Result
 from ckpt_tools.text import escape_message, first_few
 from ckpt_tools.units import format_size
 
@@ -143,8 +144,8 @@ class Asset:
         return self.stored_as or self.file
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Checkpoint(Result):
     """The description of a checkpoint, from its headers alone."""
 
     root: str
@@ -172,6 +173,12 @@ class Checkpoint:
     def total_bytes(self) -> int:
         """Logical bytes of all tensors, replicas counted once."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    def to_json(self) -> dict[str, object]:
+        """Return it as `ckpt inspect --tensors --json` does, without what needs more than headers."""
+        from ckpt_tools.checkpoint.summarise import summarise
+
+        return summarise(self, path=self.root).to_json(tensors=self.tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
+from ckpt_tools.results import Result
 from ckpt_tools.text import counted, escape_message
 
 Known = Literal["yes", "no", "not known"]
@@ -37,8 +38,8 @@ class Candidate:
     """From the one that is taken."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Identity(Result):
     """What a checkpoint is. Whatever is not known is empty, None or "not known"."""
 
     format: str

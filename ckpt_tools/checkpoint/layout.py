@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate, product
 from operator import add, sub
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ckpt_tools.errors import UsageError
 
@@ -134,12 +134,36 @@ class Layout:
     """FQN → axes that a rule names and that do not cut it, since they would cut unevenly."""
 
 
-def parse_mesh(text: str, *, world_size: int | None = None) -> Mesh:
-    """Parse "dp_replicate=2,dp_shard=-1,tp=2"; one -1 is inferred from `world_size`.
+MeshLike = str | int | Mapping[str, int] | Mesh | Any
+"""Any: torch's `DeviceMesh`."""
+
+
+def mesh_text(mesh: MeshLike) -> str:
+    """Return "dp_shard=8" for 8, {"dp_shard": 8}, a `Mesh`, torch's `DeviceMesh`, or the text itself."""
+    if isinstance(mesh, str | Mesh):
+        return str(mesh)
+    if hasattr(mesh, "__index__"):
+        return f"{FSDP_AXIS}={mesh}"
+    if isinstance(mesh, Mapping):
+        return ",".join(f"{name}={size}" for name, size in mesh.items())
+    if not hasattr(mesh, "mesh_dim_names"):
+        hint = 'write 8, "dp_shard=8,tp=2" or {"dp_shard": 8, "tp": 2}, or give a DeviceMesh'
+        raise UsageError(f"mesh must be a number, text, a mapping or a mesh, got {mesh!r}", hint=hint)
+    names = mesh.mesh_dim_names or ((FSDP_AXIS,) if len(mesh.shape) == 1 else ())
+    if not names:
+        raise UsageError("the axes of this DeviceMesh have no names", hint="give init_device_mesh mesh_dim_names")
+    return ",".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
+
+
+def parse_mesh(mesh: MeshLike, *, world_size: int | None = None) -> Mesh:
+    """Parse "dp_replicate=2,dp_shard=-1,tp=2", or what `mesh_text` takes; one -1 is inferred from `world_size`.
 
     Raises:
         UsageError: Unknown axis, bad number, or a product that is not `world_size`.
     """
+    text = mesh_text(mesh)
+    if text.strip().isdecimal():
+        text = f"{FSDP_AXIS}={text}"
     axes: list[tuple[str, int]] = []
     for part in text.split(","):
         name, equals, number = part.partition("=")
@@ -163,11 +187,11 @@ def parse_mesh(text: str, *, world_size: int | None = None) -> Mesh:
         if known < 1 or world_size % known:
             raise UsageError(f"a world of {world_size} ranks is not a multiple of {known}")
         axes = [(name, world_size // known if size == -1 else size) for name, size in axes]
-    mesh = Mesh(tuple(axes))
-    if world_size is not None and mesh.world_size != world_size:
-        what = f"the mesh {mesh} has {mesh.world_size} ranks, --world-size says {world_size}"
+    found = Mesh(tuple(axes))
+    if world_size is not None and found.world_size != world_size:
+        what = f"the mesh {found} has {found.world_size} ranks, --world-size says {world_size}"
         raise UsageError(what, hint="drop --world-size or write -1 for one axis")
-    return mesh
+    return found
 
 
 def parse_placement(text: str) -> Placement:

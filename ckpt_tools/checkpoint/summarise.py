@@ -17,6 +17,7 @@ from ckpt_tools.checkpoint.entries import Asset, BlobEntry, ByteSpan, Checkpoint
 from ckpt_tools.checkpoint.identity import Identity
 from ckpt_tools.checkpoint.infer_mesh import block_of, infer_mesh, rank_of_file
 from ckpt_tools.checkpoint.layout import Layout, Mesh, Placement, Replicate, cut_tensor
+from ckpt_tools.results import Result
 from ckpt_tools.text import natural_key, natural_order
 
 MAX_PREFIXES = 12  # Rows that the FQN tree is folded to
@@ -75,8 +76,8 @@ class ContentSummary:
     what: str  # What a trainer keeps there; "" where that is not known
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Summary(Result):
     """Everything that `ckpt inspect` shows about a checkpoint."""
 
     path: str
@@ -147,6 +148,48 @@ class Summary:
             return None
         named = self.placements[fqn]
         return {axis: named.get(axis, Replicate()) for axis, _ in self.mesh.axes}
+
+    def to_json(self, *, tensors: Iterable[TensorEntry] | None = None) -> dict[str, object]:
+        """Return the `inspect` document of the command contract, with chunks of `tensors`; names stay as they are."""
+        document: dict[str, object] = {
+            "path": self.path,
+            "format": self.format,
+            "identity": None if self.identity is None else self.identity.to_json(),
+            "names": self.names or None,
+            "num_tensors": self.num_tensors,
+            "num_elements": self.num_elems,
+            "total_bytes": self.total_bytes,
+            "num_chunks": self.num_chunks,
+            "num_files": len(self.files),
+            "dtypes": dict(self.dtypes),
+            "ranks": [
+                {"rank": r.rank, "files": list(r.files), "num_chunks": r.num_chunks, "bytes": r.num_bytes}
+                for r in self.ranks
+            ],
+            "imbalance": self.imbalance,
+            "files": [
+                {"file": f.file, "nbytes": f.file_bytes, "num_chunks": f.num_chunks, "bytes": f.num_bytes}
+                for f in self.files
+            ],
+            "blobs": [
+                {"fqn": b.fqn, "file": b.span.file, "offset": b.span.offset, "nbytes": b.span.nbytes}
+                | {"census": (held := self.inside.get(b.fqn)), "holds": None if held is None else say_census(held)}
+                for b in self.blobs
+            ],
+            "objects": self.census,
+            "assets": [{"file": asset.file, "nbytes": asset.nbytes} for asset in self.assets],
+            "prefixes": [
+                {"prefix": p.prefix, "num_tensors": p.num_tensors, "num_elements": p.num_elems, "bytes": p.num_bytes}
+                for p in self.prefixes
+            ],
+            "mesh": None if self.mesh is None else dict(self.mesh.axes),
+            "mesh_source": self.mesh_source,
+            "virtual": self.is_virtual,
+            "contents": [{"name": c.name, "nbytes": c.num_bytes, "what": c.what} for c in self.contents],
+        }
+        if tensors is not None:
+            document["tensors"] = [_tensor_json(self, tensor) for tensor in tensors]
+        return document
 
 
 def chunk_bytes(dtype: DType, sizes: Sequence[int]) -> int:
@@ -376,46 +419,3 @@ def _tensor_json(summary: Summary, tensor: TensorEntry) -> dict[str, object]:
             for chunk in tensor.chunks
         ],
     }
-
-
-def to_json(summary: Summary, *, tensors: Iterable[TensorEntry] | None = None) -> dict[str, object]:
-    """Return the `inspect` document of the command contract, with chunks of `tensors`; names stay as they are."""
-    document: dict[str, object] = {
-        "path": summary.path,
-        "format": summary.format,
-        "identity": None if summary.identity is None else summary.identity.to_json(),
-        "names": summary.names or None,
-        "num_tensors": summary.num_tensors,
-        "num_elements": summary.num_elems,
-        "total_bytes": summary.total_bytes,
-        "num_chunks": summary.num_chunks,
-        "num_files": len(summary.files),
-        "dtypes": dict(summary.dtypes),
-        "ranks": [
-            {"rank": r.rank, "files": list(r.files), "num_chunks": r.num_chunks, "bytes": r.num_bytes}
-            for r in summary.ranks
-        ],
-        "imbalance": summary.imbalance,
-        "files": [
-            {"file": f.file, "nbytes": f.file_bytes, "num_chunks": f.num_chunks, "bytes": f.num_bytes}
-            for f in summary.files
-        ],
-        "blobs": [
-            {"fqn": b.fqn, "file": b.span.file, "offset": b.span.offset, "nbytes": b.span.nbytes}
-            | {"census": (held := summary.inside.get(b.fqn)), "holds": None if held is None else say_census(held)}
-            for b in summary.blobs
-        ],
-        "objects": summary.census,
-        "assets": [{"file": asset.file, "nbytes": asset.nbytes} for asset in summary.assets],
-        "prefixes": [
-            {"prefix": p.prefix, "num_tensors": p.num_tensors, "num_elements": p.num_elems, "bytes": p.num_bytes}
-            for p in summary.prefixes
-        ],
-        "mesh": None if summary.mesh is None else dict(summary.mesh.axes),
-        "mesh_source": summary.mesh_source,
-        "virtual": summary.is_virtual,
-        "contents": [{"name": c.name, "nbytes": c.num_bytes, "what": c.what} for c in summary.contents],
-    }
-    if tensors is not None:
-        document["tensors"] = [_tensor_json(summary, tensor) for tensor in tensors]
-    return document

@@ -64,7 +64,7 @@ def accept(directory: str, files: Sequence[str]) -> None:
     replace_file(path, content, f"{path}.{uuid.uuid4().hex[:8]}")
 
 
-@takes(VerifyOptions)
+@takes(VerifyOptions, 'bool(ckpt_tools.verify("model-dp8"))', "True")
 def verify(options: VerifyOptions) -> Verification:
     """Check a checkpoint and collect everything that is wrong.
 
@@ -138,7 +138,7 @@ def _findings_of(difference: Difference, against: str) -> tuple[Finding, ...]:
     return tuple(told)
 
 
-@takes(DiffOptions)
+@takes(DiffOptions, 'bool(ckpt_tools.diff("model", "model-dp8"))', "True")
 def diff(options: DiffOptions) -> Difference:
     """Compare two checkpoints of any formats: names, shapes, dtypes and bytes.
 
@@ -189,7 +189,7 @@ def _diff(one: Opened, other: Opened, options: DiffOptions) -> Difference:
     )
 
 
-@takes(StatsOptions)
+@takes(StatsOptions, 'ckpt_tools.stats("tuned", against="model").ok', "True")
 def stats(options: StatsOptions) -> Stats:
     """Measure the values of every tensor, and what training has changed since another checkpoint.
 

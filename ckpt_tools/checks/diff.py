@@ -18,6 +18,7 @@ from ckpt_tools.checkpoint.transform import plain_names
 from ckpt_tools.checks.updates import Update, Updating
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.models.output_names import AssetList, Named, Naming, name_known, name_live
+from ckpt_tools.results import CheckedResult
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few, natural_order
 from ckpt_tools.transfer.box_bytes import byte_box
@@ -43,8 +44,8 @@ class Change:
     """Those of A and B, where they differ."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Difference(CheckedResult):
     """How two checkpoints differ."""
 
     only_in_a: tuple[str, ...]
@@ -58,10 +59,8 @@ class Difference:
     """What of the two was not compared, for people."""
     identities: tuple[Identity, ...] = ()
     """What both are."""
-
-    def __bool__(self) -> bool:
-        """Are they `equal`?"""
-        return self.equal
+    keys_only: bool = False
+    """Names, shapes and dtypes were compared, and no values."""
 
     @property
     def equal(self) -> bool:
@@ -86,6 +85,22 @@ class Difference:
         if not facts and self.only_in_a and self.only_in_b and not (self.changed or self.num_equal):
             return "no tensor has the same name"
         return ", ".join(facts.values()) if facts.keys() - {"vocabulary {}"} else ""
+
+    @property
+    def ok(self) -> bool:
+        """Are they `equal`?"""
+        return self.equal
+
+    @property
+    def title(self) -> str:
+        """Are they equal, and in what?"""
+        return ("equal" if self.equal else "NOT equal") + " (names, shapes and dtypes)" * self.keys_only
+
+    def to_json(self) -> dict[str, object]:
+        """Return it as JSON holds it."""
+        document: dict[str, object] = {"equal": self.equal, "identities": (), **asdict(self)}
+        del document["same"]
+        return document | {"identities": [each.to_json() for each in self.identities]}
 
 
 def diff(
@@ -155,8 +170,15 @@ def diff(
     only = [tuple(fqn for fqn in one if fqn not in other) for one, other in ((ours, theirs), (theirs, ours))]
     notes = tuple(dict.fromkeys((*our_side.left_out, *their_side.left_out, *left_out)))
     same = tuple(fqn for fqn in shared if fqn not in changed)
-    found = Difference(only_in_a=only[0], only_in_b=only[1], changed=tuple(rows.values()), same=same, notes=notes)
-    return replace(found, num_equal=len(same))
+    return Difference(
+        only_in_a=only[0],
+        only_in_b=only[1],
+        changed=tuple(rows.values()),
+        num_equal=len(same),
+        notes=notes,
+        keys_only=keys_only,
+        same=same,
+    )
 
 
 _Entries = Mapping[str, TensorEntry]
@@ -307,10 +329,3 @@ def _compare_numbers(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source, ato
     if not count:
         return None
     return f"values differ by up to {worst:g} in {count} of {x.num_elems} elements"
-
-
-def to_json(difference: Difference) -> dict[str, object]:
-    """Return the document of `ckpt diff --json`."""
-    document: dict[str, object] = {"equal": difference.equal, "identities": (), **asdict(difference)}
-    del document["same"]
-    return document | {"identities": [each.to_json() for each in difference.identities]}

@@ -23,6 +23,7 @@ from ckpt_tools.checks.sibling_tensors import gathered, kind_of, layer_of, outli
 from ckpt_tools.checks.updates import Update, Updating, check_updates
 from ckpt_tools.checks.values import check_values, is_weight, packed_tensors, unseen_values
 from ckpt_tools.errors import UnreadableError
+from ckpt_tools.results import CheckedResult
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few, natural_order
 from ckpt_tools.transfer.execute import Outcome, Progress, scan
@@ -102,8 +103,8 @@ class TensorStats:
     spectrum: Spectrum | None = None  # Where it was asked for, of matrices
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stats:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Stats(CheckedResult):
     """All tensors, and what stands out."""
 
     tensors: tuple[TensorStats, ...]
@@ -119,10 +120,22 @@ class Stats:
     updates: Mapping[str, Mapping[str, Update]] = field(default_factory=dict)
     """By "layer" and by "kind": each of these → the update of all its tensors together."""
 
-    @property
-    def ok(self) -> bool:
-        """True without a finding of severity error."""
-        return all(finding.severity != "error" for finding in self.findings)
+    def to_json(self) -> dict[str, object]:
+        """Return it as JSON holds it."""
+        return {
+            "ok": self.ok,
+            "identities": [each.to_json() for each in self.identities],
+            "bytes": self.nbytes,
+            "tensors": [_row_json(row) for row in self.tensors],
+            "only_in_source": list(self.only_in_source),
+            "only_in_other": list(self.only_in_other),
+            "updates": {
+                by: {part: _update_json(update) for part, update in parts.items()} for by, parts in self.updates.items()
+            },
+            "findings": [asdict(finding) for finding in self.findings],
+            "not_checked": list(self.not_checked),
+            "notes": list(self.notes),
+        }
 
 
 def stats(
@@ -276,24 +289,6 @@ def _joint(rows: Iterable[TensorStats], part_of: Callable[[str], str]) -> dict[s
             part = part_of(row.fqn)
             found[part] = found.get(part, Update()) + row.update
     return {part: found[part] for part in natural_order(found)}
-
-
-def to_json(result: Stats) -> dict[str, object]:
-    """Return the document of `ckpt stats --json`; what is no finite number is null."""
-    return {
-        "ok": result.ok,
-        "identities": [each.to_json() for each in result.identities],
-        "bytes": result.nbytes,
-        "tensors": [_row_json(row) for row in result.tensors],
-        "only_in_source": list(result.only_in_source),
-        "only_in_other": list(result.only_in_other),
-        "updates": {
-            by: {part: _update_json(update) for part, update in parts.items()} for by, parts in result.updates.items()
-        },
-        "findings": [asdict(finding) for finding in result.findings],
-        "not_checked": list(result.not_checked),
-        "notes": list(result.notes),
-    }
 
 
 def _row_json(row: TensorStats) -> dict[str, object]:

@@ -36,6 +36,7 @@ from ckpt_tools.checks.structure import Lost, check_structure, equal_layouts, is
 from ckpt_tools.checks.values import check_values, unseen_values
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.options.common import Level, Purpose
+from ckpt_tools.results import CheckedResult
 from ckpt_tools.text import counted, escape_name, first_few, natural_key, natural_order
 from ckpt_tools.transfer.execute import Outcome, Progress
 from ckpt_tools.transfer.split import Part, own_tensors
@@ -208,8 +209,8 @@ class Unchecked:
     part: str = ""  # The part of a step that it is about
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Verification(CheckedResult):
     """What `verify` found."""
 
     level: Level
@@ -241,10 +242,6 @@ class Verification:
     objects: Census = field(default_factory=Counter)
     """What non-tensor items, and files of objects, hold, as `Summary.census`; what it means was not checked."""
 
-    def __bool__(self) -> bool:
-        """Is it `ok`?"""
-        return self.ok
-
     @property
     def causes(self) -> tuple[Cause, ...]:
         """The findings by what brought them about, errors first."""
@@ -262,9 +259,31 @@ class Verification:
         return tuple(finding for finding in self.findings if finding.severity == "error")
 
     @property
-    def ok(self) -> bool:
-        """True without a finding of severity error."""
-        return not self.errors
+    def title(self) -> str:
+        """Its state, and how much that says."""
+        level = "headers only" if self.level == "structure" else f"level {self.level}"
+        return f"{'ok' if self.ok else 'NOT ok'} ({level})"
+
+    def to_json(self) -> dict[str, object]:
+        """Return it as JSON holds it."""
+        return {
+            "ok": self.ok,
+            "identities": [each.to_json() for each in self.identities],
+            "level": self.level,
+            **({} if self.share is None else {"part": asdict(self.share)}),
+            "checked": {
+                "tensors": self.tensors,
+                "chunks": self.chunks,
+                "bytes": self.nbytes,
+                "values": counts_to_json(self.counts) if self.level == "values" else None,
+            },
+            "objects": self.objects,
+            "not_checked": list(self.not_checked),
+            "read": [{"file": each.file, "bytes": each.nbytes} for each in self.read],
+            "not_read": [{"file": each.file, "bytes": each.nbytes, "why": each.why} for each in self.not_read],
+            "causes": [{**asdict(cause), "count": len(cause.findings)} for cause in self.causes],
+            "findings": [asdict(finding) for finding in self.findings],
+        }
 
 
 def verify(
@@ -459,25 +478,3 @@ def with_findings(
     unchecked = tuple(each for each, told in zip(result.unchecked, is_told, strict=True) if not told)
     unchecked += tuple(Unchecked(what=f"against the reference: {what}") for what in dict.fromkeys(not_compared))
     return replace(result, findings=(*result.findings, *findings), unchecked=unchecked)
-
-
-def to_json(result: Verification) -> dict[str, object]:
-    """Return the document of `ckpt verify --json`."""
-    return {
-        "ok": result.ok,
-        "identities": [each.to_json() for each in result.identities],
-        "level": result.level,
-        **({} if result.share is None else {"part": asdict(result.share)}),
-        "checked": {
-            "tensors": result.tensors,
-            "chunks": result.chunks,
-            "bytes": result.nbytes,
-            "values": counts_to_json(result.counts) if result.level == "values" else None,
-        },
-        "objects": result.objects,
-        "not_checked": list(result.not_checked),
-        "read": [{"file": each.file, "bytes": each.nbytes} for each in result.read],
-        "not_read": [{"file": each.file, "bytes": each.nbytes, "why": each.why} for each in result.not_read],
-        "causes": [{**asdict(cause), "count": len(cause.findings)} for cause in result.causes],
-        "findings": [asdict(finding) for finding in result.findings],
-    }

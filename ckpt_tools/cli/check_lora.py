@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt_tools.adapters.check import LoraCheck, to_json
+from ckpt_tools.adapters.check import LoraCheck
 from ckpt_tools.adapters.ecosystems.loader_report import LoaderReport
 from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import note, note_identities, print_json, say, say_findings, waiting
@@ -18,7 +18,7 @@ def run(call: CommandCall[LoraCheck], output: OutputOptions) -> int:
     with waiting(output, "checking"):
         result = call()
     if output.json:
-        print_json(to_json(result))
+        print_json(result.to_dict())
         return 0 if result.ok else 3
     note_identities([result.identity] if result.identity is not None else [], output)
     say_findings(result.findings, most=None if output.verbose else _MAX_SHOWN)

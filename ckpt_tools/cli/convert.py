@@ -16,7 +16,6 @@ from ckpt_tools.storage.locations import is_remote
 from ckpt_tools.text import counted, escape_name, first_few
 from ckpt_tools.transfer.share_record import MAX_PARTS, find_part
 from ckpt_tools.transfer.threads import one_thread_each
-from ckpt_tools.transfer.value_counts import counts_to_json
 from ckpt_tools.units import format_size, parse_size
 
 
@@ -62,46 +61,6 @@ def convert(call: CommandCall[Conversion], output: OutputOptions, **more: str) -
     return 0
 
 
-def conversion_json(result: Conversion) -> dict[str, object]:
-    """Return the JSON document of shard, gather and reshard."""
-    document: dict[str, object] = {
-        "source": result.source,
-        "destination": result.destination,
-        "num_tensors": result.num_tensors,
-    }
-    if result.dry_run:
-        document["plan"] = {
-            "files": [{"file": name, "nbytes": nbytes} for name, nbytes in result.files],
-            "bytes": result.bytes_written,
-            "peak_bytes": result.peak_rss_bytes,
-        }
-    else:
-        document |= {
-            "bytes_read": result.bytes_read,
-            "bytes_written": result.bytes_written,
-            "seconds": round(result.seconds, 3),
-            "throughput_bytes_per_s": round(result.throughput_bytes_per_s),
-            "peak_rss_bytes": result.peak_rss_bytes,
-            "files": [name for name, _ in result.files],
-            "verified": result.verified,
-            "checked": dict(result.checked),
-            "values": counts_to_json(result.counts),
-        }
-    if result.part is not None:
-        document |= {
-            "part": {"index": result.part.index, "count": result.part.count},
-            "published": result.published,
-            "waiting_for": list(result.waiting_for),
-        }
-    return document | {
-        "architecture": result.architecture,
-        "identity": None if result.identity is None else result.identity.to_json(),
-        "notes": list(result.notes),
-        "warnings": list(result.warnings),
-        "not_checked": list(result.not_checked),
-    }
-
-
 def print_conversion(result: Conversion, output: OutputOptions) -> None:
     """Print what a conversion did; under torchrun, on the rank that published, and on every part."""
     if result.dry_run or (result.part is not None and not result.published):
@@ -113,7 +72,7 @@ def print_conversion(result: Conversion, output: OutputOptions) -> None:
 
 def _print_conversion(result: Conversion, output: OutputOptions) -> None:
     if output.json:
-        print_json(conversion_json(result))
+        print_json(result.to_dict())
         return
     note_identities([result.identity] if result.identity is not None else [], output)
     for text in result.notes:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from ckpt_tools.checkpoint.entries import Finding
-from ckpt_tools.checks.diff import Change, Difference, to_json
+from ckpt_tools.checks.diff import Change, Difference
 from ckpt_tools.checks.sibling_tensors import gathered, kind_of, outliers
 from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import note, note_identities, print_json, progress_of, report_to, say
@@ -34,7 +34,7 @@ def run(call: CommandCall[Difference], view: DiffView, output: OutputOptions) ->
             ]
             report(diff_page(difference, a, b, keys_only=call.given["keys_only"], terms=terms))
     if output.json:
-        print_json(to_json(difference))
+        print_json(difference.to_dict())
         return 0 if difference.equal else 3
     note_identities(difference.identities, output)
     for text in difference.notes:

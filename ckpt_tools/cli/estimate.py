@@ -31,7 +31,7 @@ def run(call: CommandCall[Estimate], view: HtmlOptions, output: OutputOptions) -
         if report is not None:
             report(estimate_page(result))
     if output.json:
-        print_json(result.to_json())
+        print_json(result.to_dict())
     else:
         _print(result, output)
     return 0 if result.fits or result.gpu_memory is None else 3

@@ -13,7 +13,7 @@ from typing import Any
 from ckpt_tools import api
 from ckpt_tools.adapters.export import Export
 from ckpt_tools.cli.build import CommandCall
-from ckpt_tools.cli.convert import conversion_json, print_conversion
+from ckpt_tools.cli.convert import print_conversion
 from ckpt_tools.cli.output import note, print_json, progress_of, say, say_findings
 from ckpt_tools.cli.push import print_push
 from ckpt_tools.cli.streams import complete
@@ -22,7 +22,6 @@ from ckpt_tools.hub.card import CardFacts
 from ckpt_tools.hub.facts import rows_of
 from ckpt_tools.hub.front_matter import hub_id_of
 from ckpt_tools.hub.plan import PushResult
-from ckpt_tools.hub.push import result_json as push_json
 from ckpt_tools.hub.training import training_of
 from ckpt_tools.options.hub import CardFields, ExportPush
 from ckpt_tools.options.output import OutputOptions
@@ -49,8 +48,8 @@ def run(call: CommandCall[Export], how: ExportPush, card: CardFields, output: Ou
         if push is not None and is_done:
             pushed = send(result)
         if output.json:
-            document = export_json(result)
-            print_json(document if pushed is None else {**document, "push": push_json(pushed)})
+            document = result.to_dict()
+            print_json(document if pushed is None else {**document, "push": pushed.to_json()})
         elif pushed is not None:
             print_push(pushed, output)
     return 0 if result.ok and (pushed is None or pushed.ok) else 3
@@ -94,17 +93,6 @@ def _push(result: Export, *, card: CardFacts, how: ExportPush, **more: Any) -> P
                 f"the adapter is written and complete in {shown}; to upload it: ckpt push {shown} {how.push}"
             )
         raise
-
-
-def export_json(result: Export) -> dict[str, object]:
-    """Return the JSON document of export-lora."""
-    return {
-        **conversion_json(result.conversion),
-        "ok": result.ok,
-        "config": {name: {"value": found.value, "source": found.source} for name, found in result.config.items()},
-        "assumed": list(result.assumed),
-        "findings": [dataclasses.asdict(finding) for finding in result.findings],
-    }
 
 
 _MAX_SHOWN = 50

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from ckpt_tools.checkpoint.entries import BlobEntry, Chunk, Finding, TensorEntry, say_census
 from ckpt_tools.checkpoint.identity import count_text
 from ckpt_tools.checkpoint.infer_mesh import rank_of_file
-from ckpt_tools.checkpoint.summarise import FileSummary, PrefixSummary, RankSummary, Summary, to_json
+from ckpt_tools.checkpoint.summarise import FileSummary, PrefixSummary, RankSummary, Summary
 from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.next_steps import NextCommand, next_commands, quote
 from ckpt_tools.cli.output import print_json, report_to, waiting
@@ -430,7 +430,7 @@ def run(call: CommandCall[Summary], view: InspectView, output: OutputOptions) ->
     listed = summary.tensors if view.tensors else None
     then = [] if output.storage else next_commands(summary, call.given)
     if output.json:
-        print_json({**to_json(summary, tensors=chosen or listed), "next": [each._asdict() for each in then]})
+        print_json({**summary.to_json(tensors=chosen or listed), "next": [each._asdict() for each in then]})
     elif not output.quiet:
         render(summary, terminal(), by=view.by, tensors=listed, grids=chosen, then=then)
     return 0

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ckpt_tools.errors import CkptError
 from ckpt_tools.options import AnyPath, ProgressFactory
 from ckpt_tools.options.output import OutputOptions
+from ckpt_tools.results import SCHEMA_VERSION
 from ckpt_tools.text import counted, escape_name, first_few
 from ckpt_tools.units import format_duration, format_size
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from ckpt_tools.cli.views.page import Page
 
 
-SCHEMA_VERSION = 1  # Of every JSON document
 PLAIN_INTERVAL_S = 30.0  # Seconds between progress lines when stderr is not a terminal
 
 

@@ -57,7 +57,7 @@ def run(call: CommandCall[PreflightReport], view: PreflightView, output: OutputO
             found = tuple(_located(one, report.places) for one in report.findings)
             write(preflight_page(replace(report, findings=found, notes=(*report.notes, *_ignored(report)))))
     if form == "json":
-        print_json(report.to_json())
+        print_json(report.to_dict())
     elif form == "text":
         _print(report, output)
     else:

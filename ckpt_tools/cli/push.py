@@ -9,7 +9,6 @@ from ckpt_tools.cli.output import note, print_json, progress_of, say, say_findin
 from ckpt_tools.cli.streams import complete
 from ckpt_tools.hub.card import CardFacts
 from ckpt_tools.hub.plan import PushResult
-from ckpt_tools.hub.push import result_json
 from ckpt_tools.options.hub import CardFields, PushView
 from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.text import counted, escape_name, first_few
@@ -28,7 +27,7 @@ def run(call: CommandCall[PushResult], view: PushView, said: CardFields, output:
     is_done = result.ok and not call.given["dry_run"]
     with complete(f"the push to {call.shown('repo')}") if is_done else contextlib.nullcontext():
         if output.json:
-            print_json(result_json(result))
+            print_json(result.to_dict())
         else:
             print_push(result, output)
     return 0 if result.ok else 3

@@ -12,7 +12,7 @@ from ckpt_tools.cli.screen import terminal
 from ckpt_tools.cli.views import page
 from ckpt_tools.errors import UsageError
 from ckpt_tools.options.output import HtmlOptions, OutputOptions
-from ckpt_tools.runs.manage import PruneResult, prune_json
+from ckpt_tools.runs.manage import PruneResult
 from ckpt_tools.runs.retention import RunCheckpoint
 from ckpt_tools.text import counted, escape_name, first_few
 from ckpt_tools.transfer.threads import one_thread_each
@@ -46,7 +46,7 @@ def run(call: CommandCall[PruneResult], view: HtmlOptions, output: OutputOptions
         if report is not None:
             report(tending_page(pruned, command))
     if output.json:
-        print_json(prune_json(pruned))
+        print_json(pruned.to_dict())
         return pruned.exit_code
     _print(pruned, output)
     if command == "prune" and any(each.state == "complete" for each in pruned.checkpoints):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 
 from ckpt_tools.checkpoint.entries import Finding
-from ckpt_tools.checkpoint.formats.scan import Scan, describe_scan, find_dangerous, scan_to_json
+from ckpt_tools.checkpoint.formats.scan import Scan, find_dangerous
 from ckpt_tools.checks.for_ci import Located, build_sarif, describe_failure
 from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import note, print_json, say, waiting
@@ -30,7 +30,7 @@ def run(call: CommandCall[Scan], view: ScanView, output: OutputOptions) -> int:
             say(json.dumps(build_sarif("ckpt scan", [], notices=notices, was_read=False), indent=1))
         raise
     if form == "json":
-        print_json(scan_to_json(result))
+        print_json(result.to_dict())
     elif form == "sarif":
         shown = [f"{escape_name(each.file)}: {escape_name(each.why)}" for each in result.not_read]
         notices = [(f"not read: {text}", "warning") for text in shown]
@@ -53,7 +53,7 @@ def _print(result: Scan, output: OutputOptions) -> None:
     if not output.quiet:
         for missed in result.not_read:
             note(f"not read: {escape_name(missed.file)} ({missed.nbytes} bytes): {escape_name(missed.why)}")
-        say(f"{escape_name(result.source)}: {describe_scan(result)}")
+        say(f"{escape_name(result.source)}: {result.title}")
 
 
 def _located(result: Scan) -> Iterator[Located]:

@@ -43,7 +43,7 @@ def run(call: CommandCall[SmokeReport], view: HtmlOptions, output: OutputOptions
             if report.is_primary and write is not None:
                 write(smoke_page(report))
             if report.is_primary and output.json:
-                print_json(report.to_json())
+                print_json(report.to_dict())
             elif report.is_primary:
                 _print(report, output)
 

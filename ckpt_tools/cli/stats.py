@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from ckpt_tools.checks.sibling_tensors import kind_of
-from ckpt_tools.checks.stats import Stats, TensorStats, to_json
+from ckpt_tools.checks.stats import Stats, TensorStats
 from ckpt_tools.checks.updates import Update
 from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import note, note_identities, print_json, progress_of, report_to, say, say_findings
@@ -33,7 +33,7 @@ def run(call: CommandCall[Stats], view: StatsView, output: OutputOptions) -> int
         if report is not None:
             report(stats_page(result, source, None if against is None else str(against)))
     if output.json:
-        print_json(to_json(result))
+        print_json(result.to_dict())
         return 0 if result.ok else 3
     note_identities(result.identities, output)
     for text in result.notes:

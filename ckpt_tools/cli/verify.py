@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checkpoint.infer_mesh import rank_of_file
 from ckpt_tools.checkpoint.layout import Mesh
-from ckpt_tools.checks.verify import Verification, describe, to_json
+from ckpt_tools.checks.verify import Verification, describe
 from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import (
     error_json,
@@ -52,7 +52,7 @@ def run(call: CommandCall[Verification], view: VerifyView, output: OutputOptions
         if report is not None:
             report(verify_page(result, source))
     if output.json:
-        print_json(to_json(result))
+        print_json(result.to_dict())
         return 0 if result.ok else 3
     note_identities(result.identities, output)
     _say_causes(result, output)
@@ -80,7 +80,7 @@ def _run_each(call: CommandCall[Verification], paths: Sequence[str], output: Out
                 say(f"{escape_name(path)}: NOT readable")
             continue
         worst = max(worst, 0 if result.ok else 3)
-        rows.append({"source": path, **to_json(result)})
+        rows.append({"source": path, **result.to_json()})
         if not output.json:
             _say_causes(result, output)
             _say_state(path, result)

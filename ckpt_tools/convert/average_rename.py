@@ -350,7 +350,7 @@ class _Averaging:
             other.finish()
 
 
-@takes(AverageOptions)
+@takes(AverageOptions, 'ckpt_tools.average(["model", "tuned"], "soup").verified', "True")
 def average(options: AverageOptions) -> Conversion:
     """Average the weights of several checkpoints (SWA, EMA, soups), streaming, in the format of the first.
 
@@ -410,7 +410,7 @@ def _parse_weights(text: str) -> list[float]:
     return weights
 
 
-@takes(ExtractOptions)
+@takes(ExtractOptions, 'ckpt_tools.extract("model", "embedding", include="**.embed_tokens.*").num_tensors', "1")
 def extract(options: ExtractOptions) -> Conversion:
     """Write a part of a checkpoint, in its own format: chosen tensors, or a model of its first layers.
 
@@ -441,7 +441,7 @@ def extract(options: ExtractOptions) -> Conversion:
         return run(job, dry_run=options.dry_run)
 
 
-@takes(RenameOptions)
+@takes(RenameOptions, 'ckpt_tools.rename("model", "renamed", map="names.txt").num_tensors', "21")
 def rename(options: RenameOptions) -> Conversion:
     """Write a model's weights by other names, in its own format: renamed, joined or split as a key map says.
 

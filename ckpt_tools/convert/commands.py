@@ -81,7 +81,7 @@ def _mesh(options: ConvertOptions) -> Mesh:
     stated = ("rules", "set", "tp_plan", "prefix", "include", "exclude", "dtype", "dtype_for", "dequantize")
     if flag := next(given_flags(options, stated), None):
         raise UsageError(f"--for verl changes the mesh and nothing else, and {flag} is given", hint="leave out one")
-    mesh = parse_mesh(options.mesh, world_size=options.world_size) if isinstance(options.mesh, str) else options.mesh
+    mesh: Mesh | None = None if options.mesh is None else parse_mesh(options.mesh, world_size=options.world_size)
     if mesh is None or [name for name, _ in mesh.axes] not in ([_REPLICATE, _SHARD], [_SHARD]):
         what = f"verl's ranks are a mesh of {_SHARD}, or of {_REPLICATE} and {_SHARD}"
         raise UsageError(what, hint=f"--mesh {_SHARD}=N")
@@ -207,7 +207,7 @@ def _is_value(option: Parameter, value: object) -> bool:
     return type(value) in kinds or (isinstance(value, str) and (option.is_path or value in option.words))
 
 
-@takes(ShardOptions)
+@takes(ShardOptions, 'ckpt_tools.shard("model", "model-hsdp", mesh={"dp_replicate": 2, "fsdp": 4}).verified', "True")
 def shard(options: ShardOptions) -> Conversion:
     """Convert full safetensors into a DTensor-sharded DCP checkpoint.
 
@@ -266,7 +266,7 @@ def _model_of(opened: Opened) -> Opened:
     return replace(opened, checkpoint=model, notes=(*opened.notes, *notes))
 
 
-@takes(ReshardOptions)
+@takes(ReshardOptions, 'ckpt_tools.reshard("model-dp8", "model-dp4", mesh=4).num_tensors', "21")
 def reshard(options: ReshardOptions) -> Conversion:
     """Convert a sharded checkpoint for another mesh; optimizer state and non-tensor items come along.
 
@@ -331,7 +331,7 @@ def _wrong_verb(what: str, instead: str, options: ConvertOptions) -> UsageError:
     return UsageError(what, where=source, hint=f"ckpt {instead} {source} {destination} --mesh {mesh}{kind}")
 
 
-@takes(GatherOptions)
+@takes(GatherOptions, 'ckpt_tools.gather("model-dp8", "gathered").verified', "True")
 def gather(options: GatherOptions) -> Conversion:
     """Convert a sharded checkpoint into full safetensors that transformers loads.
 
@@ -420,7 +420,7 @@ def _num_workers(options: ConvertOptions | GatherOptions) -> int:
 _FUNCTIONS: Mapping[str, Callable[..., Conversion]] = {"shard": shard, "reshard": reshard, "gather": gather}
 
 
-@takes(CommitOptions)
+@takes(CommitOptions, 'ckpt_tools.commit("model-parts").published', "True")
 def commit(options: CommitOptions) -> Conversion:
     """Publish what the parts of a conversion have written; what they were asked for stands beside it.
 

@@ -33,7 +33,7 @@ from ckpt_tools.checks.structure import json_problem
 from ckpt_tools.checks.values import check_values
 from ckpt_tools.checks.verify import Summed, verify
 from ckpt_tools.convert.job import Conversion, Job
-from ckpt_tools.errors import CkptError, StorageError, UnreadableError
+from ckpt_tools.errors import CkptError, DestinationExistsError, MissingError, StorageError, UnreadableError
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.storage.sink import Sink
 from ckpt_tools.storage.source import Source
@@ -206,6 +206,8 @@ def kept_or_discarded(sink: Sink, *, is_part: bool = False) -> Iterator[None]:
     """
     try:
         yield
+    except (DestinationExistsError, MissingError):
+        raise
     except (KeyboardInterrupt, StorageError, MemoryError, OSError) as raised:
         error = raised
         if isinstance(raised, OSError):

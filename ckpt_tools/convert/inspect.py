@@ -18,38 +18,32 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.models.open_asking import reconsider
 from ckpt_tools.models.output_names import Named, Naming, name_live
 from ckpt_tools.options import takes
-from ckpt_tools.options.check import InspectOptions, ScanOptions
+from ckpt_tools.options.check import InspectOptions, OpenOptions, ScanOptions
 
 
-def open_checkpoint(path: str | os.PathLike[str], *, format: str | None = None) -> Checkpoint:  # noqa: A002
-    """Describe the checkpoint at `path` from its headers alone.
-
-    Args:
-        path: A safetensors file, an HF directory or a DCP directory.
-        format: Overrides what would be detected.
+@takes(OpenOptions, 'len(ckpt_tools.open_checkpoint("model").tensors)', "21")
+def open_checkpoint(options: OpenOptions) -> Checkpoint:
+    """Describe the checkpoint at a path from its headers alone.
 
     Raises:
         UnreadableError: Not a complete, readable checkpoint.
     """
-    with open_path(os.fspath(path), format=format, as_part=True) as opened:
+    with open_path(os.fspath(options.path), format=options.format, as_part=True) as opened:
         return opened.checkpoint
 
 
-def identify(path: str | os.PathLike[str], *, format: str | None = None) -> Identity:  # noqa: A002
-    """Say what the checkpoint at `path` is and whether it is whole, from small reads alone.
-
-    Args:
-        path: As for `open_checkpoint`.
-        format: Overrides what would be detected.
+@takes(OpenOptions, 'ckpt_tools.identify("model").architecture', "'LlamaForCausalLM'")
+def identify(options: OpenOptions) -> Identity:
+    """Say what the checkpoint at a path is and whether it is whole, from small reads alone.
 
     Raises:
         UnreadableError: Not a readable checkpoint.
     """
-    with open_path(os.fspath(path), format=format, as_part=True) as opened:
+    with open_path(os.fspath(options.path), format=options.format, as_part=True) as opened:
         return reconsider(opened).identity
 
 
-@takes(InspectOptions)
+@takes(InspectOptions, 'str(ckpt_tools.inspect("model-dp8").mesh)', "'dp_shard=8'")
 def inspect(options: InspectOptions) -> Summary:
     """Summarise a checkpoint from its headers alone; with a mesh or other names, as `shard` would write it.
 
@@ -101,7 +95,7 @@ def _named(opened: Opened, options: InspectOptions, notes: list[str], *, is_over
     return replace(named, checkpoint=chosen)
 
 
-@takes(ScanOptions)
+@takes(ScanOptions, 'ckpt_tools.scan("model").executables', "()")
 def scan(options: ScanOptions) -> Scan:
     """List what the files of a checkpoint would run: names in pickles, code. Nothing of it is executed.
 

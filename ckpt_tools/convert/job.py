@@ -28,6 +28,7 @@ from ckpt_tools.checks.values import packed_tensors
 from ckpt_tools.errors import PartError, UnreadableError, UsageError
 from ckpt_tools.models.config import CONFIG_NAME, MAX_CONFIG_BYTES, restate_dtype
 from ckpt_tools.models.output_names import AssetList, claim_of
+from ckpt_tools.results import Result
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.locations import is_remote, local
 from ckpt_tools.storage.source import short_file
@@ -39,7 +40,7 @@ from ckpt_tools.transfer.quantised.decoded import is_told
 from ckpt_tools.transfer.quantised.torchao import NUMBERS
 from ckpt_tools.transfer.read import Edit
 from ckpt_tools.transfer.split import Part
-from ckpt_tools.transfer.value_counts import Counts
+from ckpt_tools.transfer.value_counts import Counts, counts_to_json
 
 DTYPES = ("keep", "bf16", "f16", "f32")  # Values of `--dtype`
 _PART = "parts of quantised weights, which --dequantize decodes"
@@ -50,8 +51,8 @@ _Tensors = Sequence[TensorEntry]
 PART_NOTE = "one part of a step: scheduler, RNG and trainer state lie in the directory above, and stay there"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversion:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Conversion(Result):
     """What a conversion did, or with `dry_run` would do."""
 
     source: str
@@ -90,9 +91,54 @@ class Conversion:
     """The parts that are missing."""
 
     @property
+    def title(self) -> str:
+        """What became of the destination."""
+        done = "published" if self.published else "written, not published yet"
+        return "dry run, nothing written" if self.dry_run else done
+
+    @property
     def throughput_bytes_per_s(self) -> float:
         """Bytes written per second."""
         return self.bytes_written / self.seconds if self.seconds > 0 else 0.0
+
+    def to_json(self) -> dict[str, object]:
+        """Return it as JSON holds it."""
+        document: dict[str, object] = {
+            "source": self.source,
+            "destination": self.destination,
+            "num_tensors": self.num_tensors,
+        }
+        if self.dry_run:
+            document["plan"] = {
+                "files": [{"file": name, "nbytes": nbytes} for name, nbytes in self.files],
+                "bytes": self.bytes_written,
+                "peak_bytes": self.peak_rss_bytes,
+            }
+        else:
+            document |= {
+                "bytes_read": self.bytes_read,
+                "bytes_written": self.bytes_written,
+                "seconds": round(self.seconds, 3),
+                "throughput_bytes_per_s": round(self.throughput_bytes_per_s),
+                "peak_rss_bytes": self.peak_rss_bytes,
+                "files": [name for name, _ in self.files],
+                "verified": self.verified,
+                "checked": dict(self.checked),
+                "values": counts_to_json(self.counts),
+            }
+        if self.part is not None:
+            document |= {
+                "part": {"index": self.part.index, "count": self.part.count},
+                "published": self.published,
+                "waiting_for": list(self.waiting_for),
+            }
+        return document | {
+            "architecture": self.architecture,
+            "identity": None if self.identity is None else self.identity.to_json(),
+            "notes": list(self.notes),
+            "warnings": list(self.warnings),
+            "not_checked": list(self.not_checked),
+        }
 
 
 @dataclass(slots=True, kw_only=True)

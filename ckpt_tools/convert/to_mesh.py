@@ -47,8 +47,7 @@ def find_layout(opened: Opened, checkpoint: Checkpoint, options: MeshOptions, so
         mesh = mesh or rule_set.mesh
     if mesh is None:
         raise UsageError("no mesh is given", hint="add for example --mesh dp_shard=8")
-    if isinstance(mesh, str):
-        mesh = parse_mesh(mesh, world_size=options.world_size)
+    mesh = parse_mesh(mesh, world_size=options.world_size)
     if options.assets is not None and options.tp_plan is None:
         raise UsageError("--assets has the config.json for --tp-plan, which is not given", hint="add --tp-plan auto")
     if options.tp_plan is not None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from ckpt_tools.estimate.case import Case, Margin
+from ckpt_tools.results import CheckedResult
+from ckpt_tools.units import format_size
 
 
 class UntrackedError(Exception):
@@ -108,8 +110,8 @@ class Proposal:
         return {"what": self.what, **self.estimate.to_json()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Estimate(CheckedResult):
     """What `estimate` found."""
 
     model: str  # What was estimated, and where its sizes come from
@@ -156,6 +158,18 @@ class Estimate:
         label = found.case.label.replace(" + checkpointing", " with activation checkpointing")
         held = "peak {} GB and margin {} GB of {} GB".format(*(f"{size / 10**9:.3g}" for size in sizes))
         return f"{label} on {found.case.mesh}: {held}"
+
+    @property
+    def ok(self) -> bool:
+        """True unless a device is known and nothing is known to fit it."""
+        return bool(self.fits) or self.gpu_memory is None
+
+    @property
+    def title(self) -> str:
+        """Does it fit, and what does the first way take?"""
+        needed = f"{format_size(self.cases[0].needed)} per rank" if self.cases else ""
+        fits = {True: "fits", False: "does NOT fit", None: "not known whether it fits"}[self.fits]
+        return needed if self.gpu_memory is None else f"{fits}, {needed}"
 
     @property
     def advice(self) -> Proposal | None:

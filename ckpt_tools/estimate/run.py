@@ -31,7 +31,7 @@ ESTIMATE = "ckpt_tools.estimate.run:estimate_in_child"
 _NO_CONFIG = "there is no config.json, so there is nothing to run"
 
 
-@takes(EstimateOptions)
+@takes(EstimateOptions, 'ckpt_tools.estimate("model", mesh=8, gpu_memory="80GB").fits', "True")
 def estimate(options: EstimateOptions) -> Estimate:
     """Estimate how much memory training a model takes on the rank that holds the most; nothing is allocated.
 

@@ -6,21 +6,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ckpt_tools.checkpoint.layout import AXES, FSDP_AXIS, Mesh, parse_mesh
+from ckpt_tools.checkpoint.layout import AXES, FSDP_AXIS, Mesh, MeshLike, mesh_text, parse_mesh
 from ckpt_tools.errors import UsageError
 
 FSDP_AXES = ("dp_replicate", FSDP_AXIS)  # The axes that `fully_shard` gets
 TP_AXIS = "tp"
 
 
-def build_device_mesh(mesh: Mesh | str, device_type: str | None = None) -> DeviceMesh:
+def build_device_mesh(mesh: MeshLike, device_type: str | None = None) -> DeviceMesh:
     """Return the device mesh with the axes of `mesh`, over all ranks of the process group.
 
     Collective: every rank calls it.
 
     Args:
-        mesh: Axes in rank order, the last varies fastest; also as text, "dp_shard=-1,tp=2", where -1 is inferred
-            from the process group.
+        mesh: Axes in rank order, the last varies fastest; also 8, {"dp_shard": 8}, or text, "dp_shard=-1,tp=2",
+            where -1 is inferred from the process group.
         device_type: "cpu" or "cuda"; by default the GPUs where the process group uses NCCL.
 
     Raises:
@@ -31,8 +31,7 @@ def build_device_mesh(mesh: Mesh | str, device_type: str | None = None) -> Devic
             f"the mesh {mesh} needs a process group, and there is none",
             hint="call torch.distributed.init_process_group first, or start with torchrun",
         )
-    if isinstance(mesh, str):
-        mesh = parse_mesh(mesh, world_size=dist.get_world_size() if "-1" in mesh else None)
+    mesh = parse_mesh(mesh, world_size=dist.get_world_size() if "-1" in mesh_text(mesh) else None)
     if device_type is None:
         device_type = "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config() else "cpu"
     if dist.get_world_size() != mesh.world_size:

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckpt_tools.checkpoint.entries import Finding
@@ -15,6 +15,7 @@ from ckpt_tools.checkpoint.formats.file_names import METADATA_NAME, is_weights
 from ckpt_tools.checkpoint.formats.scan import why_not_inert
 from ckpt_tools.checkpoint.globs import find_named
 from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.results import CheckedResult
 from ckpt_tools.storage.source import LocalSource, Source
 from ckpt_tools.text import escape_name
 from ckpt_tools.transfer.execute import Progress
@@ -236,8 +237,8 @@ class PlannedFile:
         return self.state in ("new", "changed")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushResult:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PushResult(CheckedResult):
     """What a push did; with `dry_run`, what it would do."""
 
     directory: str
@@ -259,14 +260,18 @@ class PushResult:
     seconds: float  # From the first request to the last
 
     @property
-    def ok(self) -> bool:
-        """True without a finding of severity error."""
-        return not any(finding.severity == "error" for finding in self.findings)
-
-    @property
     def sent_bytes(self) -> int:
         """Size of what is new or changed."""
         return sum(file.nbytes for file in self.files if file.is_sent)
+
+    def to_json(self) -> dict[str, object]:
+        """Return it as JSON holds it."""
+        document: dict[str, object] = {"ok": self.ok, **asdict(self)}
+        document["left_out"] = [{"path": path, "why": why} for path, why in self.left_out]
+        document["sent_bytes"] = self.sent_bytes
+        document["checked"] = {"files": document.pop("num_checked"), "bytes": document.pop("checked_bytes")}
+        document["seconds"] = round(self.seconds, 3)
+        return document
 
 
 def plan_files(

@@ -8,13 +8,13 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checkpoint.formats._json import parse_json
 from ckpt_tools.checkpoint.formats.format import read_document
-from ckpt_tools.errors import CkptError, HubError, UnreadableError, UsageError
+from ckpt_tools.errors import CkptError, HubError, MissingError, UnreadableError, UsageError
 from ckpt_tools.hub.card import MAX_CARD_BYTES, CardFacts, Sample, build_card, facts_in, notes_on
 from ckpt_tools.hub.check import check_directory
 from ckpt_tools.hub.client import Hub, Log, client_errors, is_transient, quiet_client, to_refusal
@@ -596,17 +596,7 @@ class Push:
         return findings, len(paths), nbytes
 
 
-def result_json(result: PushResult) -> dict[str, object]:
-    """Return the document of `ckpt push --json`."""
-    document: dict[str, object] = {"ok": result.ok, **asdict(result)}
-    document["left_out"] = [{"path": path, "why": why} for path, why in result.left_out]
-    document["sent_bytes"] = result.sent_bytes
-    document["checked"] = {"files": document.pop("num_checked"), "bytes": document.pop("checked_bytes")}
-    document["seconds"] = round(result.seconds, 3)
-    return document
-
-
-@takes(PushOptions)
+@takes(PushOptions, 'ckpt_tools.push("model", "me/model", dry_run=True).ok', "True")
 def push(options: PushOptions) -> PushResult:
     """Push a directory to the hub in one commit, and check what arrived.
 
@@ -627,6 +617,6 @@ def push(options: PushOptions) -> PushResult:
     if not os.path.isdir(path):
         if os.path.lexists(path):
             raise UsageError("push takes a directory", where=path)
-        raise UnreadableError("no such directory", where=path, hint=likely(path))
+        raise MissingError("no such directory", where=path, hint=likely(path))
     with leased(path):
         return Push(options, options.num_workers or default_num_workers()).run()

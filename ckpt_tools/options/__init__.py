@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import keyword
 import os
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import KW_ONLY, MISSING, dataclass, fields, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import KW_ONLY, MISSING, dataclass, fields
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
 
+from ckpt_tools.checkpoint.dtypes import dtype_word
+from ckpt_tools.checkpoint.layout import Mesh, mesh_text
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import did_you_mean
 
@@ -86,7 +89,7 @@ class Parameter:
     @property
     def is_path(self) -> bool:
         """Does it name a file or a directory?"""
-        return any(get_origin(part) is os.PathLike for part in get_args(self.hint))
+        return any(get_origin(part) is os.PathLike for part in _flat(self.hint))
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -102,11 +105,39 @@ class Parameter:
         shown = self.stated.metavar if isinstance(self.stated, Option) else None
         return f"{self.stated.help} ({shown})" if shown and "|" in shown else self.stated.help
 
+    @property
+    def word(self) -> str:
+        """Its name on the command line as Python can write it: `--from` is `from_`."""
+        word = self.flag.partition("/")[0].removeprefix("--").replace("-", "_")
+        return word + "_" * keyword.iskeyword(word)
+
+    def read(self, value: Any) -> Any:  # noqa: ANN401 - whatever somebody gives
+        """Return a value that the library was given as the command line would give it."""
+        if get_origin(self.hint) is Sequence and isinstance(value, str | os.PathLike):
+            value = (value,)  # one of what can be several
+        if value is None:
+            return None
+        if Mesh in get_args(self.hint):
+            return mesh_text(value)
+        if self.name.endswith("dtype"):
+            return dtype_word(value)
+        if self.is_path:
+            return _read_path(self.name, value, several=any(get_origin(part) is Sequence for part in _flat(self.hint)))
+        self.check(value)
+        return value
+
     def check(self, value: object) -> None:
         """Refuse a word that it does not take."""
         if self.words and isinstance(value, str) and value not in self.words:
             what = f"{self.flag} must be one of {', '.join(self.words)}, got {value!r}"
             raise UsageError(what, hint=did_you_mean(value, self.words))
+
+
+def _flat(hint: object) -> Iterator[object]:
+    """Yield a type and all that it is made of."""
+    yield hint
+    for part in get_args(hint):
+        yield from _flat(part)
 
 
 def refuse_other(value: str | None, words: Collection[str], kind: str, option: str) -> None:
@@ -136,30 +167,49 @@ def parameter(name: str, hint: object, default: object, *, is_positional: bool =
     return Parameter(name=name, hint=bare, default=default, stated=stated, is_positional=is_positional)
 
 
-def takes(options: Callable[P, Options]) -> Callable[[Callable[[Options], Result]], Callable[P, Result]]:
-    """Let a function of an options class be called with the fields of that class."""
+def takes(options: Callable[P, Options], *example: str) -> Callable[[Callable[[Options], Result]], Callable[P, Result]]:
+    """Let a function of an options class be called with the fields of that class.
+
+    `example` is a call of it for the docstring, and what that shows.
+    """
     stated = parameters(cast("type", options))  # a class; as a `Callable` it tells P
+    make: Any = options
+    placed = [each for each in stated if each.is_positional]
+    known = {each.word: each for each in stated} | {each.name: each for each in stated}
 
     def decorate(function: Callable[[Options], Result]) -> Callable[P, Result]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> Result:
-            given = options(*args, **kwargs)
-            for each in stated:
-                each.check(getattr(given, each.name))
-            paths = {each.name: getattr(given, each.name) for each in stated if each.is_path}
-            from ckpt_tools.storage.locations import local
-
-            here = {name: local(path) for name, path in paths.items() if isinstance(path, str) and local(path) != path}
-            if here:
-                given = replace(cast("Any", given), **here)
-            return function(given)
+            values: Any = [each.read(value) for each, value in zip(placed, args, strict=False)]
+            named: Any = {known[word].name: known[word].read(kwargs[word]) for word in kwargs.keys() & known.keys()}
+            if unknown := kwargs.keys() - known.keys():
+                raise TypeError(f"{function.__name__}() has no {min(unknown)!r}; it takes {', '.join(known)}")
+            if len(named) < len(kwargs):
+                raise UsageError("an option is given twice, under both of its names", hint="give it once")
+            return function(make(*values, *args[len(values) :], **named))
 
         call.__dict__["options"] = options
         call.__dict__["__signature__"] = _signature(stated, function)
-        call.__doc__ = _describe(stated, function.__doc__ or "")
+        returned = function.__annotations__["return"]
+        said = inspect.getdoc(function.__globals__.get(returned)) or ""
+        returns = f"{returned}: {said.splitlines()[0]}" if said else str(returned)
+        call.__doc__ = _describe(stated, function.__doc__ or "", returns, example)
         return call
 
     return decorate
+
+
+def _read_path(name: str, value: object, *, several: bool) -> object:
+    """Return a path as text, or several."""
+    from ckpt_tools.storage.locations import local
+
+    if isinstance(value, str | os.PathLike):
+        path = os.fspath(value)
+        if isinstance(path, str):
+            return local(path)
+    elif several and isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [_read_path(name, each, several=False) for each in value]
+    raise UsageError(f"{name} must be a path, got {value!r}", hint="give text or an os.PathLike")
 
 
 def options_of(function: Callable[..., object]) -> tuple[Parameter, ...]:
@@ -176,11 +226,14 @@ def _signature(stated: Sequence[Parameter], function: Callable[..., object]) -> 
     return inspect.Signature(made, return_annotation=function.__annotations__["return"])
 
 
-def _describe(stated: Sequence[Parameter], text: str) -> str:
-    """Return a docstring with the section that the options class states."""
+def _describe(stated: Sequence[Parameter], text: str, returns: str, example: Sequence[str]) -> str:
+    """Return a docstring with the sections that the options class, the result and the example state."""
     head, raises, tail = inspect.cleandoc(text).partition("\nRaises:")
     rows = [f"    {each.name}: {each.text}" for each in sorted(stated, key=lambda each: not each.is_positional)]
-    return "\n".join([head.rstrip(), "", "Args:", *rows, *(["", f"Raises:{tail}"] if raises else [])])
+    parts = ["Args:", *rows, "", "Returns:", f"    {returns}", *(["", f"Raises:{tail}"] if raises else [])]
+    if example:
+        parts += ["", "Example:", f"    >>> {example[0]}", *(f"    {line}" for line in example[1:])]
+    return "\n".join([head.rstrip(), "", *parts])
 
 
 def default_num_workers(*paths: AnyPath | None, computes: bool = False) -> int:

@@ -13,6 +13,14 @@ By = Literal["rank", "file", "dtype", "module"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OpenOptions:
+    """The options of `open_checkpoint` and `identify`, which are no commands."""
+
+    path: common.Source = field(kw_only=False)
+    format: common.From = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InspectOptions(common.MeshOptions):
     """The options of `inspect`; those of `MeshOptions` show a layout that is not on disk."""
 

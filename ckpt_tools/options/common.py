@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from ckpt_tools.checkpoint.layout import Mesh
+from ckpt_tools.checkpoint.layout import MeshLike
 from ckpt_tools.options import AnyPath, Argument, Doc, Option, ProgressFactory
 
 Level = Literal["structure", "data", "values"]
@@ -16,7 +16,7 @@ Purpose = Literal["resume", "weights"]
 Source = Annotated[AnyPath, Argument("Checkpoint: file, model directory, DCP directory, training step or URL.", "SRC")]
 Destination = Annotated[AnyPath, Argument("Directory to create.", "DST")]
 MeshText = Annotated[
-    str | Mesh | None,
+    MeshLike | None,
     Option(
         "Device mesh, e.g. dp_replicate=2,dp_shard=4,tp=2; the last axis varies fastest; -1 is inferred from "
         "--world-size. Axes: dp_replicate (ddp), dp_shard (fsdp, dp), tp, ep, cp, pp.",
@@ -28,7 +28,8 @@ Dequantize = Annotated[
     bool, Option("Decode quantised weights to --dtype, or to the dtype in config.json (default: bytes unchanged).")
 ]
 DTypeName = Annotated[
-    str, Option("Dtype of the model's floating-point tensors, quantised ones excepted.", metavar="keep|bf16|f16|f32")
+    str | Any,
+    Option("Dtype of the model's floating-point tensors, quantised ones excepted.", metavar="keep|bf16|f16|f32"),
 ]
 DTypeFor = Annotated[
     Sequence[str],

@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from ckpt_tools.checkpoint.entries import Finding
-from ckpt_tools.checks.verify import Verification, to_json as verification_to_json
+from ckpt_tools.checks.verify import Verification
 from ckpt_tools.estimate import Estimate
 from ckpt_tools.preflight.match import CheckpointMatch
 from ckpt_tools.preflight.places import ConfigLocation
 from ckpt_tools.preflight.smoke import SmokeReport
 from ckpt_tools.preflight.spec import ParallelSpec
+from ckpt_tools.results import CheckedResult
 from ckpt_tools.text import counted, escape_name
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ class CheckResult:
     what: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreflightReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PreflightReport(CheckedResult):
     """What `preflight` found."""
 
     config: str  # The config, or several, as the user named them
@@ -61,6 +62,11 @@ class PreflightReport:
     def ok(self) -> bool:
         """True when the config was read, no check failed, and there is no error; if strict, no warning either."""
         return self.was_read and not self.failed and not self.why_too_little
+
+    @property
+    def title(self) -> str:
+        """Its verdict, in a line."""
+        return describe_verdict(self)
 
     @property
     def why_too_little(self) -> str:
@@ -96,7 +102,7 @@ class PreflightReport:
             "findings": [self._finding_json(finding) for finding in self.findings],
             "ignored": [self._finding_json(finding) for finding in self.ignored],
             "estimate": None if self.estimate is None else self.estimate.to_json(),
-            "verify": None if self.verify is None else verification_to_json(self.verify),
+            "verify": None if self.verify is None else self.verify.to_json(),
             "checkpoint": None if self.checkpoint is None else self.checkpoint.to_json(),
             "smoke": None if self.smoke is None else self.smoke.to_json(),
             "not_checked": list(self.not_checked),

@@ -174,7 +174,7 @@ TITLES = {
 }
 
 
-@takes(PreflightOptions)
+@takes(PreflightOptions, 'ckpt_tools.preflight("train.toml", only="rules").ok', "True")
 def preflight(options: PreflightOptions) -> PreflightReport:
     """Read a trainer's config and say whether the run will start, fit, load and train.
 

@@ -37,7 +37,7 @@ def rules_of(options: KeepOptions, unverified: Sequence[str] = ()) -> Rules:
     )
 
 
-@takes(PruneOptions)
+@takes(PruneOptions, 'ckpt_tools.prune("run", keep_last=1, dry_run=True).removed', "('step-1',)")
 def prune(options: PruneOptions) -> PruneResult:
     """Remove the checkpoints of a run that are verified and superseded.
 
@@ -68,7 +68,7 @@ class WatchCall(WatchOptions):
     ] = None
 
 
-@takes(WatchCall)
+@takes(WatchCall, 'ckpt_tools.watch("run", once=True).last_fit', "'step-2'")
 def watch(options: WatchCall) -> PruneResult:
     """Verify the checkpoints of a run as they come, and remove what is superseded; without `once`, for ever.
 

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from ckpt_tools.errors import LimitError, StorageError, UnreadableError, UsageError
+from ckpt_tools.errors import LimitError, MissingError, StorageError, UsageError
 from ckpt_tools.runs.folder import (
     LATEST_GOOD,
     MAX_READ_BYTES,
@@ -66,7 +66,7 @@ class DiskFolder(Folder):
         if not os.path.isdir(path):
             if os.path.lexists(path):
                 raise UsageError("a run's folder is a directory", where=path)
-            raise UnreadableError("no such directory", where=path, hint=likely(path))
+            raise MissingError("no such directory", where=path, hint=likely(path))
         super().__init__(path)
         self._real = os.path.realpath(path)
         self._home = homes_of(self._real)[0]

@@ -16,6 +16,7 @@ from ckpt_tools.checks.verify import Verification
 from ckpt_tools.errors import CkptError, StorageError, UnreadableError, UsageError
 from ckpt_tools.options import ProgressFactory
 from ckpt_tools.options.common import Level
+from ckpt_tools.results import CheckedResult
 from ckpt_tools.runs.assess import MAX_RECORD_BYTES, Assessor, Entry, build_record, examine, parse_record, targets
 from ckpt_tools.runs.compare_series import Profile, Profiler, compare, join_profiles
 from ckpt_tools.runs.folder import Folder, FolderListing, SavedCheckpoint, place_of
@@ -31,8 +32,8 @@ _RECORD_S = 10.0  # What a killed pass has to verify again at most, beside the c
 _RESTORE = "restore it, or resume from another checkpoint"
 
 
-@dataclass(slots=True, kw_only=True)
-class PruneResult:
+@dataclass(slots=True, kw_only=True, repr=False)
+class PruneResult(CheckedResult):
     """What was found in a folder, and done."""
 
     path: str
@@ -55,11 +56,6 @@ class PruneResult:
     dry_run: bool = False
 
     @property
-    def ok(self) -> bool:
-        """True without a bad checkpoint."""
-        return not any(finding.severity == "error" for finding in self.findings)
-
-    @property
     def last_fit(self) -> str:
         """The fit one that was verified last; "" without any."""
         fit = [each for each in self.checkpoints if each.state == "verified"]
@@ -69,6 +65,11 @@ class PruneResult:
     def exit_code(self) -> int:
         """As the command line's contract has it."""
         return 3 if not self.ok else 1 if self.failed else 0
+
+    def to_json(self) -> dict[str, object]:
+        """Return it as JSON holds it."""
+        rows = [{**asdict(each), "fit": each.state == "verified"} for each in self.checkpoints]
+        return {**asdict(self), "ok": self.ok, "checkpoints": rows}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -487,9 +488,3 @@ def _all_stay(
         else replace(each, stays=True, reason=why)
         for each in planned
     )
-
-
-def prune_json(pruned: PruneResult) -> dict[str, object]:
-    """Return the JSON document of `prune` and `watch`."""
-    rows = [{**asdict(each), "fit": each.state == "verified"} for each in pruned.checkpoints]
-    return {**asdict(pruned), "ok": pruned.ok, "checkpoints": rows}

@@ -125,6 +125,8 @@ def claim_directory(destination: str) -> tuple[str, int]:
                 os.close(descriptor)
                 raise
             os.close(descriptor)
+    except CkptError:
+        raise
     except OSError as error:
         what = f"cannot make a staging directory beside the destination: {error.strerror}"
         raise StorageError(what, where=os.path.dirname(path)) from error

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Protocol, cast
 
-from ckpt_tools.errors import CkptError, LimitError, UnreadableError, UsageError
+from ckpt_tools.errors import CkptError, LimitError, MissingError, UnreadableError, UsageError
 from ckpt_tools.storage.shared_staging import SharedStaging, under_way
 from ckpt_tools.storage.sink import SharedSink, Sink
 from ckpt_tools.storage.source import LocalSource, Source, read_named_file
@@ -115,7 +115,7 @@ def open_place(path: str) -> tuple[Source, str | None]:
         return cast("_SourceModule", _module(scheme, _READERS, path, "reads")).open_place(path)
     path = local(path)
     if not os.path.lexists(path):
-        raise under_way(path) or UnreadableError("no such file or directory", where=path, hint=likely(path))
+        raise under_way(path) or MissingError("no such file or directory", where=path, hint=likely(path))
     if os.path.isdir(path):
         return LocalSource(path), None
     return LocalSource(os.path.dirname(os.path.abspath(path))), os.path.basename(path)

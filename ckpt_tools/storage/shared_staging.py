@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from ckpt_tools.errors import DestinationExistsError, StorageError, UnreadableError
+from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError, UnreadableError
 from ckpt_tools.storage import publish
 from ckpt_tools.storage.claim import (
     CLAIM_NAME,
@@ -72,6 +72,8 @@ class SharedStaging(Staging, SharedSink):
                     where = self.destination
                     raise DestinationExistsError(what, where=where, hint="wait for it, or choose another destination")
                 time.sleep(_POLL_S)
+        except CkptError:
+            raise
         except OSError as error:
             raise self._failed("prepare", "", error) from error
 
@@ -137,6 +139,8 @@ class SharedStaging(Staging, SharedSink):
                 empty_directory(path)
             self.records = found or {}
             self._journal = JournalWriter(path, journal, continues=found is not None)
+        except CkptError:
+            raise
         except OSError as error:
             raise self._failed("prepare", "", error) from error
 

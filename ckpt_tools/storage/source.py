@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Self, TypeVar
 
-from ckpt_tools.errors import CkptError, LimitError, StorageError, UnreadableError
+from ckpt_tools.errors import CkptError, LimitError, MissingError, StorageError, UnreadableError
 from ckpt_tools.storage import safe_open
 from ckpt_tools.text import is_plain_path
 
@@ -49,7 +49,8 @@ def read_named_file(
     except (FileNotFoundError, NotADirectoryError):
         from ckpt_tools.storage.locations import likely
 
-        raise refusal(f"cannot read {what}: no such file", where=path, hint=likely(path) or hint) from None
+        kind = MissingError if refusal is UnreadableError else refusal
+        raise kind(f"cannot read {what}: no such file", where=path, hint=likely(path) or hint) from None
     except ValueError as error:  # a NUL in the path, or what no path can hold
         raise refusal(f"this is not a path: {error}", where=path, hint=hint) from None
     except OSError as error:

@@ -17,7 +17,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable
 
-from ckpt_tools.errors import DestinationExistsError, StorageError, UnreadableError, UsageError
+from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError, UnreadableError, UsageError
 from ckpt_tools.signals import hold_signals
 from ckpt_tools.storage import publish
 from ckpt_tools.storage.claim import claim_directory, empty_directory, staging_path
@@ -106,6 +106,8 @@ class Staging(Sink):
                 self.records = found or {}
                 self._continues = found is not None
                 self._journal = JournalWriter(self.directory, fingerprint, continues=found is not None)
+        except CkptError:
+            raise
         except OSError as error:
             raise self._failed("prepare", self.directory, error) from error
 
@@ -268,6 +270,8 @@ class Staging(Sink):
             except publish.NotDurableError:
                 self.is_published = True
                 self._release()  # the old one, when there is one, stays where it is
+                raise
+            except CkptError:
                 raise
             except OSError as error:
                 raise self._failed("publish", "", error) from error

@@ -195,7 +195,7 @@ def test_diff_json_has_the_documented_fields(run: Path, tmp_path: Path, ckpt: Ck
     assert [identity["format"] for identity in document.pop("identities")] == ["hf", "dcp"]
     assert document == {
         "schema_version": 1, "equal": True, "only_in_a": [], "only_in_b": [], "changed": [],
-        "num_equal": len(MODEL), "notes": [],
+        "num_equal": len(MODEL), "notes": [], "keys_only": False,
     }  # fmt: skip
     other = {k: v for k, v in MODEL.items() if k != "model.step"} | {UP: tensor("BF16", 16, 8, seed=99)}
     write_model(tmp_path / "other", other | {"x": tensor("U8", 1), "model.empty": tensor("F32", 0, 4)})

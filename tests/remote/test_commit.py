@@ -85,7 +85,7 @@ NO_COMMANDS = [
         for more in (
             '"destination": "/"',
             '"nonsense": 1',
-            '"mesh": 5',
+            '"mesh": 5.5',
             '"dequantize": "yes"',
             '"trainer": "nobody"',
             '"exclude": [1]',

@@ -11,7 +11,7 @@ import pytest
 from ckpt_tools.checkpoint.dtypes import BY_NAME
 from ckpt_tools.checkpoint.entries import Asset, BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.checkpoint.layout import Box, Layout, Mesh, Replicate, Shard
-from ckpt_tools.checkpoint.summarise import MAX_BLOCKS, MAX_PREFIXES, OTHER, overlay, summarise, to_json
+from ckpt_tools.checkpoint.summarise import MAX_BLOCKS, MAX_PREFIXES, OTHER, overlay, summarise
 from ckpt_tools.errors import UsageError
 
 
@@ -75,7 +75,7 @@ def test_summarise_two_ranks_counts_everything(two_ranks: Checkpoint) -> None:
 def test_to_json_two_ranks_is_the_contract(two_ranks: Checkpoint) -> None:
     census = Counter({"tensors": 1, "bytes": 8, "a.B": 2})
     summary = replace(summarise(two_ranks), inside={"rng": census}, census=census)
-    document = to_json(summary, tensors=two_ranks.tensors[1:])
+    document = summary.to_json(tensors=two_ranks.tensors[1:])
 
     def chunk(*values):
         return dict(zip(("rank", "offsets", "sizes", "file", "offset", "nbytes"), values, strict=True))
@@ -133,7 +133,7 @@ def test_to_json_two_ranks_is_the_contract(two_ranks: Checkpoint) -> None:
             },
         ],
     }
-    assert "tensors" not in to_json(summary)
+    assert "tensors" not in summary.to_json()
 
 
 def test_summarise_recorded_mesh_is_believed(two_ranks: Checkpoint) -> None:
@@ -143,7 +143,7 @@ def test_summarise_recorded_mesh_is_believed(two_ranks: Checkpoint) -> None:
     assert (summary.mesh, summary.mesh_source) == (mesh, "manifest")
     assert summary.placements_of("model.layers.0.w") == {"dp_replicate": Replicate(), "dp_shard": Shard(0)}
     assert summary.placements_of("step") is None
-    assert to_json(summary)["mesh"] == {"dp_replicate": 3, "dp_shard": 2}
+    assert summary.to_json()["mesh"] == {"dp_replicate": 3, "dp_shard": 2}
 
 
 def test_summarise_hf_directory_has_files_but_no_ranks() -> None:
@@ -153,7 +153,7 @@ def test_summarise_hf_directory_has_files_but_no_ranks() -> None:
     assert [file.file for file in summary.files] == sorted(names)
     assert (summary.ranks, summary.blocks, summary.mesh, summary.mesh_source) == ((), (), None, None)
     assert summary.imbalance is None
-    assert to_json(summary)["mesh"] is None
+    assert summary.to_json()["mesh"] is None
 
 
 def test_summarise_file_names_sort_by_number() -> None:
@@ -167,7 +167,7 @@ def test_summarise_of_nothing_of_half_bytes_and_of_missing_files(two_ranks: Chec
     nothing = summarise(Checkpoint(root="m", format="dcp", tensors=()))
     assert (nothing.num_tensors, nothing.total_bytes, nothing.num_chunks) == (0, 0, 0)
     assert (nothing.ranks, nothing.files, nothing.prefixes, nothing.mesh) == ((), (), (), None)
-    assert to_json(nothing, tensors=())["tensors"] == []
+    assert nothing.to_json(tensors=())["tensors"] == []
     tensor = _tensor("w", (3, 2), _chunk("__0_0.distcp", (0, 0), (3, 1)), dtype="F4")
     halves = summarise(Checkpoint(root="m", format="dcp", tensors=(tensor,)))
     assert (halves.total_bytes, halves.ranks[0].num_bytes) == (3, 2)
@@ -234,7 +234,7 @@ def test_overlay_two_ranks_shows_what_shard_would_write(two_ranks: Checkpoint) -
     summary = summarise(imagined, mesh_source="overlay")
     assert summary.is_virtual
     assert [rank.num_bytes for rank in summary.ranks] == [8 + 4 + 8, 8, 8 + 2, 8]
-    document = to_json(summary, tensors=imagined.tensors)
+    document = summary.to_json(tensors=imagined.tensors)
     assert (document["mesh_source"], document["virtual"]) == ("overlay", True)
     assert document["tensors"][0]["chunks"][0]["offset"] is None
 

@@ -119,6 +119,8 @@ def staged(destination: str, *, overwrite: bool) -> Iterator[Staging]:
     try:
         staging.begin()
         yield staging
+    except CkptError:
+        raise
     except OSError as error:
         where = error.filename if isinstance(error.filename, str) else destination
         raise StorageError(error.strerror or str(error), where=where) from error

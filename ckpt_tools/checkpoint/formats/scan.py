@@ -26,9 +26,10 @@ from ckpt_tools.checkpoint.formats._pickle_names import VERDICTS, Span, Verdict,
 from ckpt_tools.checkpoint.formats.opening import Opened, open_path
 from ckpt_tools.checkpoint.formats.step import passed_over
 from ckpt_tools.errors import CkptError
+from ckpt_tools.results import CheckedResult
 from ckpt_tools.storage.locations import is_remote, open_place, open_source
 from ckpt_tools.storage.source import Source
-from ckpt_tools.text import counted, first_few
+from ckpt_tools.text import first_few
 
 DANGER = "dangerous-pickle"  # Code of findings
 Kind = Literal["pickle", "code", "auto_map", "TorchScript"]
@@ -87,8 +88,8 @@ class Executable:
     """What a pickle would import or call, the worst first; what else would run."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scan:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Scan(CheckedResult):
     """What `scan` found."""
 
     source: str
@@ -99,11 +100,6 @@ class Scan:
     not_read: tuple[NotRead, ...]
 
     @property
-    def ok(self) -> bool:
-        """True when nothing is dangerous."""
-        return all(each.verdict != "dangerous" for each in self.executables)
-
-    @property
     def verdict(self) -> Verdict:
         """The worst of all files; "torch" where nothing can run."""
         return next((v for v in VERDICTS if any(each.verdict == v for each in self.executables)), "torch")
@@ -112,6 +108,29 @@ class Scan:
     def findings(self) -> tuple[Finding, ...]:
         """What is dangerous, as errors."""
         return tuple(find_dangerous(self.executables))
+
+    @property
+    def title(self) -> str:
+        """What could run, and what was not read."""
+        counts = Counter(each.verdict for each in self.executables)
+        told = [f"{counts[verdict]} {verdict}" for verdict in VERDICTS[:2] if counts[verdict]]
+        if counts["torch"]:
+            told.append(f"{counts['torch']} with no more than torch needs")
+        missed = f"; {len(self.not_read)} not read" if self.not_read else ""
+        return f"{', '.join(told) or 'nothing that could run'} ({counted(self.num_files, 'file')}{missed})"
+
+    def to_json(self) -> dict[str, object]:
+        """Return it as JSON holds it."""
+        return {
+            "ok": self.ok,
+            "verdict": self.verdict,
+            "files": self.num_files,
+            "executables": [
+                asdict(each) | {"names": [{"name": name, "verdict": verdict} for name, verdict in each.names]}
+                for each in self.executables
+            ],
+            "not_read": [each._asdict() for each in self.not_read],
+        }
 
 
 class _Stretch(NamedTuple):
@@ -470,30 +489,6 @@ def scan_place(path: str) -> Scan:
         missed += [NotRead(name, 0, "a hidden directory, a link, or no regular file") for name in odd]
         found = scan_files(source, files, blobs)
     return replace(found, source=path, not_read=(*found.not_read, *missed))
-
-
-def describe_scan(scan: Scan) -> str:
-    """Return what a scan comes to, in one line."""
-    counts = Counter(each.verdict for each in scan.executables)
-    told = [f"{counts[verdict]} {verdict}" for verdict in VERDICTS[:2] if counts[verdict]]
-    if counts["torch"]:
-        told.append(f"{counts['torch']} with no more than torch needs")
-    missed = f"; {len(scan.not_read)} not read" if scan.not_read else ""
-    return f"{', '.join(told) or 'nothing that could run'} ({counted(scan.num_files, 'file')}{missed})"
-
-
-def scan_to_json(scan: Scan) -> dict[str, object]:
-    """Return the document of `ckpt scan --json`."""
-    return {
-        "ok": scan.ok,
-        "verdict": scan.verdict,
-        "files": scan.num_files,
-        "executables": [
-            asdict(each) | {"names": [{"name": name, "verdict": verdict} for name, verdict in each.names]}
-            for each in scan.executables
-        ],
-        "not_read": [each._asdict() for each in scan.not_read],
-    }
 
 
 def with_executables(opened: Opened) -> tuple[Opened, tuple[Finding, ...]]:

@@ -31,7 +31,7 @@ class SmokeCall(SmokeOptions):
     ] = None
 
 
-@takes(SmokeCall)
+@takes(SmokeCall, 'ckpt_tools.smoke("model", nproc=2, steps=1).failed', "()")
 def smoke(options: SmokeCall) -> SmokeReport:
     """Build, shard, load, train, save and reload a model on several ranks, and compare it with one process.
 

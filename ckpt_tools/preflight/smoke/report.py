@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import CkptError
+from ckpt_tools.results import CheckedResult
 from ckpt_tools.sandbox.journal import RankLog
 from ckpt_tools.sandbox.ranks import RanksOutcome
 from ckpt_tools.text import first_few
@@ -81,8 +81,8 @@ class OtherStrategy:
     memory: tuple[RankMemory, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SmokeReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class SmokeReport(CheckedResult):
     """What `run_smoke` found."""
 
     source: str
@@ -129,16 +129,22 @@ class SmokeReport:
         """True when no phase failed and nothing worse than a warning was found."""
         return not self.failed and not any(finding.severity == "error" for finding in self.findings)
 
+    @property
+    def title(self) -> str:
+        """Its verdict, in a line."""
+        return describe_verdict(self)
+
     def to_json(self) -> dict[str, object]:
-        """Return the JSON document (without the schema version)."""
-        values = asdict(self) | {
+        """Return it as JSON holds it."""
+        values = asdict(self)
+        values |= {
             "ok": self.ok,
-            "reload": {"same_world": self.reload_same_world, "other_world": self.reload_other_world},
+            "reload": {"same_world": values["reload_same_world"], "other_world": values["reload_other_world"]},
             "memory_measured": HOW_MEMORY,
             "phase_memory_measured": HOW_HELD,
             "stacks": {str(rank): text for rank, text in self.stacks.items()},
         }
-        return {key: _plain(values[key]) for key in _KEYS}
+        return {key: values[key] for key in _KEYS}
 
 
 _KEYS = (
@@ -147,17 +153,6 @@ _KEYS = (
     "step_seconds", "compared", "notes", "findings", "stacks",
 )  # fmt: skip
 """Of the JSON document, in its order."""
-
-
-def _plain(value: object) -> object:
-    """Return what JSON can hold: it has no NaN and no infinity."""
-    if isinstance(value, ReloadResult):
-        value = asdict(value)
-    if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return list(map(_plain, value))
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def first_error(logs: Mapping[int, RankLog]) -> CkptError | None:

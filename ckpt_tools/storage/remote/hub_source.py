@@ -13,7 +13,7 @@ from functools import partial
 from importlib import import_module
 from urllib.parse import quote, urlsplit
 
-from ckpt_tools.errors import CkptError, HubError, LimitError, UnreadableError, UsageError
+from ckpt_tools.errors import CkptError, HubError, LimitError, MissingError, UnreadableError, UsageError
 from ckpt_tools.storage.remote.account import Account, find_account, hub_directory, is_offline
 from ckpt_tools.storage.remote.server_checks import RefusalError
 from ckpt_tools.storage.remote.source import RemoteFile, RemoteSource
@@ -109,7 +109,7 @@ def open_place(path: str) -> tuple[Source, str | None]:
         return HubSource(root, account, pinned), file
     if address.path and not any(name.startswith(address.path + "/") for name in pinned.files):
         what = f"no such file or directory in commit {pinned.commit[:12]}"
-        raise UnreadableError(what, where=path, hint=f"{account.endpoint}/{address.repo}/tree/{pinned.commit}")
+        raise MissingError(what, where=path, hint=f"{account.endpoint}/{address.repo}/tree/{pinned.commit}")
     return HubSource(address, account, pinned), None
 
 
@@ -319,7 +319,7 @@ def _explain(refusal: RefusalError, what: str, account: Account) -> CkptError:
         hint = f"ask for access at {page}, then `hf auth login`, or set HF_TOKEN"
         return HubError(f"the repository is gated{says}", where=what, hint=hint)
     if refusal.code == "RevisionNotFound":
-        return UnreadableError(f"there is no such revision{says}", where=what, hint=f"{page}/tree/main")
+        return MissingError(f"there is no such revision{says}", where=what, hint=f"{page}/tree/main")
     if refusal.code == "EntryNotFound":
         return UnreadableError(f"a file is missing{says}", where=what)
     if refusal.code == "RepoNotFound" or refusal.status == 404:

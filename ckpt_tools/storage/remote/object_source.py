@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 
-from ckpt_tools.errors import CkptError, UnreadableError
+from ckpt_tools.errors import CkptError, MissingError, UnreadableError
 from ckpt_tools.storage.claim import CLAIM_NAME, RECORD_PREFIX, SHARED_DIRECTORY
 from ckpt_tools.storage.remote.source import RemoteFile, RemoteSource
 from ckpt_tools.storage.remote.store import Bucket, ChangedObjectError, DeniedError, MissingObjectError, StoredObject
@@ -87,7 +87,7 @@ def open_place(path: str) -> tuple[ObjectSource, str | None]:
         return _open_object(bucket, only)
     if not files:
         if (only := _look(bucket)) is None:
-            raise UnreadableError("no such file or directory", where=path)
+            raise MissingError("no such file or directory", where=path)
         return _open_object(bucket, only)
     if any(name.startswith(_WORK) for name in files) and not _is_whole(source):
         raise _unfinished(source)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import quote, unquote, urlsplit
 
-from ckpt_tools.errors import CkptError, LimitError, StorageError, UnreadableError, UsageError
+from ckpt_tools.errors import CkptError, LimitError, MissingError, StorageError, UnreadableError, UsageError
 from ckpt_tools.storage.remote import hub_source
 from ckpt_tools.storage.remote.server_checks import RefusalError
 from ckpt_tools.storage.remote.source import RemoteFile, RemoteSource
@@ -129,7 +129,7 @@ class _ForbiddenError(StorageError):
 
 def _explain(refusal: RefusalError, where: str) -> CkptError:
     if refusal.status in (404, 410):
-        return UnreadableError("no such file on this server", where=where)
+        return MissingError("no such file on this server", where=where)
     if refusal.status in (401, 403):
         what = f"the server does not let this be read (status {refusal.status})"
         return _ForbiddenError(what, where=where, hint="ckpt has no account there: download the file")

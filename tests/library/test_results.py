@@ -1,0 +1,136 @@
+"""What results are in Python: short, safe to show, true or false as the command ends, and the command's document."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reports import results
+from reports.results import FINDINGS, HOSTILE
+
+import ckpt_tools
+from ckpt_tools.checkpoint.entries import Finding
+from ckpt_tools.checkpoint.identity import Identity
+from ckpt_tools.checkpoint.summarise import summarise
+from ckpt_tools.checks.diff import Change
+from ckpt_tools.results import CheckedResult, Result
+
+MADE: dict[str, Result] = {
+    "checkpoint": results.model(500),
+    "summary": summarise(results.model(500), path=HOSTILE[0]),
+    "identity": Identity(format="hf", architecture=HOSTILE[0], evidence=HOSTILE, components=HOSTILE),
+    "verification": results.verification(),
+    "difference": results.difference(),
+    "stats": results.stats(),
+    "estimate": results.estimate(True, False, None),
+    "smoke": results.smoke(findings=FINDINGS, stacks={0: HOSTILE[0]}),
+    "preflight": results.preflight(findings=FINDINGS, smoke=results.smoke(), notes=HOSTILE),
+    "pruned": results.pruned(),
+}
+
+
+class _Tags(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.add(tag)
+        assert all(name == "style" for name, _ in attrs)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_text_and_table_of_a_result_are_short_and_harmless(name: str) -> None:
+    text, table = repr(MADE[name]), MADE[name]._repr_html_()  # type: ignore[operator]
+    assert len(text.splitlines()) <= 20
+    assert len(text) < 3000
+    assert all(line.isprintable() for line in text.split("\n"))
+    assert _Tags(table).tags == {"table", "caption", "tr", "th", "td"}
+    assert len(table) < 6000
+
+
+def test_text_of_a_result_says_what_matters() -> None:
+    text = repr(replace(results.verification(), findings=(Finding.error("bad-item", "f", "cut short"),), nbytes=2048))
+    assert text.splitlines()[0] == "Verification: NOT ok (level data)"
+    assert "  findings  error: bad-item: cut short" in text
+    assert "  nbytes    2.00 KiB" in text
+    assert "40: part/__0_0.distcp, part/__1_0.distcp, part/__2_0.distcp and 37 more" in text
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_document_of_a_result_is_plain_and_versioned(name: str) -> None:
+    document = MADE[name].to_dict()
+    assert document["schema_version"] == 1
+    assert json.loads(json.dumps(document)).keys() == document.keys()
+
+
+VERDICTS = [
+    (results.verification(), False),
+    (results.verification(findings=()), True),
+    (results.difference(), False),
+    (results.difference(only_in_a=(), only_in_b=(), changed=()), True),
+    (results.stats(), False),
+    (results.estimate(True, False), True),
+    (results.estimate(False, None), False),
+    (results.estimate(False, gpu_memory=None), True),
+    (results.smoke(), True),
+    (results.smoke(findings=FINDINGS), False),
+    (results.preflight(), True),
+    (results.preflight(findings=FINDINGS), False),
+    (results.pruned(), False),
+    (replace(results.pruned(), findings=()), True),
+]
+
+
+@pytest.mark.parametrize(("result", "is_good"), VERDICTS)
+def test_result_with_a_verdict_is_true_or_false(result: CheckedResult, is_good: bool) -> None:
+    assert bool(result) is is_good
+    assert result.ok is is_good
+
+
+def test_results_without_a_verdict_are_plain_objects() -> None:
+    kinds = [getattr(ckpt_tools, name) for name in ckpt_tools.__all__]
+    found = {kind.__name__ for kind in kinds if isinstance(kind, type) and issubclass(kind, Result)}
+    plain = {name for name in found if not issubclass(getattr(ckpt_tools, name), CheckedResult)}
+    assert plain == {"Checkpoint", "Conversion", "Identity", "Summary"}
+    assert all(not hasattr(getattr(ckpt_tools, name), "__bool__") for name in plain)
+
+
+def test_equal_names_alone_are_not_called_equal() -> None:
+    same = results.difference(only_in_a=(), only_in_b=(), changed=(), keys_only=True)
+    assert repr(same).splitlines()[0] == "Difference: equal (names, shapes and dtypes)"
+
+
+def test_conversion_says_what_became_of_the_destination(world: Path, tmp_path: Path) -> None:
+    planned = ckpt_tools.gather(world / "model-dp8", tmp_path / "a", dry_run=True)
+    part = ckpt_tools.shard(world / "model", tmp_path / "b", mesh=2, part="0/2")
+    done = ckpt_tools.gather(world / "model-dp8", tmp_path / "a")
+    heads = [repr(each).splitlines()[0] for each in (planned, part, done)]
+    assert heads == [
+        "Conversion: dry run, nothing written",
+        "Conversion: written, not published yet",
+        "Conversion: published",
+    ]
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_result_can_be_copied_and_sent_to_another_process(name: str) -> None:
+    made: Any = MADE[name]
+    assert copy.copy(made) == made
+    if name not in ("smoke", "preflight"):  # which hold NaN
+        assert pickle.loads(pickle.dumps(made)) == made
+
+
+def test_document_has_no_number_that_json_lacks() -> None:
+    odd = results.difference(changed=(Change(fqn="a", what="x", relative=float("inf")),), only_in_a=())
+    assert odd.to_dict()["changed"][0]["relative"] is None
+    losses = results.smoke().to_dict()["losses"]
+    assert losses == [4.0, 3.5, None, 3.0]
+    json.dumps([odd.to_dict(), losses], allow_nan=False)
