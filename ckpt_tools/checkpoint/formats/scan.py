@@ -29,7 +29,7 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.results import CheckedResult
 from ckpt_tools.storage.locations import is_remote, open_place, open_source
 from ckpt_tools.storage.source import Source
-from ckpt_tools.text import first_few
+from ckpt_tools.text import counted, first_few
 
 DANGER = "dangerous-pickle"  # Code of findings
 Kind = Literal["pickle", "code", "auto_map", "TorchScript"]
