@@ -60,8 +60,8 @@ def command(
 
     def callback(**values: Any) -> int:  # noqa: ANN401 - whatever typer reads
         given = {name: value for name, value in values.items() if not _is_absent(known[name], value)}
-        for name, value in given.items():
-            known[name].check(value)
+        for each in (*added, *shown):
+            each.check(values[each.name])
 
         def take(kind: Callable[..., Options], group: Iterable[Parameter]) -> Options:
             return kind(**{each.name: given.pop(each.name) for each in group if each.name in given})

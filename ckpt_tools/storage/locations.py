@@ -131,7 +131,7 @@ def likely(path: str) -> str | None:
         here, name = os.path.split(here)
         below.insert(0, name)
     try:
-        near = nearest(below[0], os.listdir(here or ".")) if below else None
+        near = nearest(below[0], os.listdir(here or ".")[:10_000]) if below else None  # of more it takes seconds
         short = os.path.relpath(path)
     except (OSError, ValueError):  # no path, or the current directory is gone
         return None
