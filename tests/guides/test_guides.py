@@ -77,7 +77,7 @@ def parse(command: str) -> None:
 
 def settled(text: str) -> list[str]:
     """The lines of an output, without what another run measures otherwise."""
-    return [re.sub(r"\s+", " ", _NUMBER.sub("#", line)).strip() for line in text.splitlines() if line.strip()]
+    return [re.sub(r"\s+", " ", _NUMBER.sub("#", line)).strip().lower() for line in text.splitlines() if line.strip()]
 
 
 def shows(block: Block, printed: str) -> bool:
