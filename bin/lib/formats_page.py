@@ -4,7 +4,7 @@ from ckpt_tools.checkpoint.formats.table import FORMATS, find_format
 
 _HEAD = """# Formats
 
-Written by `bin/docs` from the formats themselves. How each is laid out: [formats](../concepts/formats.md).
+Written by `bin/docs` from the formats themselves. How each is laid out: [formats](../dev/formats.md).
 """
 
 
@@ -17,6 +17,6 @@ def render() -> str:
         rows = [("found by", kind.found_by), ("read", kind.about), ("written by", kind.written_by or "nothing")]
         rows.append(("known to be whole by", kind.whole_by or "not known"))
         unseen = "; ".join(kind.unchecked)
-        rows.append(("`verify` cannot see", unseen or "what [detection](../concepts/detection.md) says of all formats"))
+        rows.append(("`verify` cannot see", unseen or "what [detection](../dev/detection.md) says of all formats"))
         parts.append("| | |\n|---|---|\n" + "".join(f"| {left} | {right} |\n" for left, right in rows))
     return "\n".join(parts)

@@ -40,7 +40,7 @@ def test_docs_readme_names_every_exit_code_of_the_errors() -> None:
 
 
 def test_docs_every_command_of_the_house_is_executable_and_mentioned() -> None:
-    guide = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs" / "dev" / "contributing.md").read_text(encoding="utf-8")
     commands = [path for path in (ROOT / "bin").iterdir() if path.is_file() and path.suffix == ""]
     assert commands
     assert [path.name for path in commands if not os.access(path, os.X_OK)] == []
@@ -48,7 +48,7 @@ def test_docs_every_command_of_the_house_is_executable_and_mentioned() -> None:
 
 
 def test_docs_guarantees_name_tests_that_exist() -> None:
-    text = (ROOT / "docs" / "concepts" / "reliability.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "dev" / "reliability.md").read_text(encoding="utf-8")
     rows = [line for line in text.partition("| what holds |")[2].splitlines()[2:] if not line.startswith("| **")]
     assert len(rows) > 30
     assert [row for row in rows if "::test_" not in row] == []
@@ -82,7 +82,7 @@ def test_docs_guide_rules_parse() -> None:
 
 def test_docs_rows_of_the_five_documents_name_tests_that_exist() -> None:
     """Every row has an answer and its proof: a test, a guide, or a command."""
-    text = (ROOT / "docs" / "concepts" / "seeds.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "dev" / "seeds.md").read_text(encoding="utf-8")
     tables = text.split("\n## ")[1:]
     assert len(tables) == 5
     for table in tables:

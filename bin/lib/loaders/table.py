@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "concepts" / "loaders.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "dev" / "loaders.md"
 COLUMNS = (
     ("peft", "peft"),
     ("diffusers", "diffusers"),
