@@ -54,3 +54,9 @@ def test_api_page_names_every_argument_of_every_function(pages: Any) -> None:
         assert [each for each in inspect.signature(function).parameters if f"`{each}`" not in told] == []
         for each in re.findall(r"`(\w+)`", told.partition("\nShared: ")[2].partition("\n\n")[0]):
             assert f"- `{each}`: " in shared
+
+
+def test_what_all_commands_take_is_described_apart(pages: Any) -> None:
+    shared = pages.cli.partition("## Shared options")[2].partition("\n## ")[0]
+    assert all(f"{option}`: " in shared for option in ("--json", "--quiet", "--verbose"))
+    assert pages.api.count("- `num_workers`: ") == 1
