@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _NAMED_BLOCK = re.compile(r"^(```\w+) (?!title=)\S+$", re.MULTILINE)
 _OUTWARDS = re.compile(r"\[([^\]]*)\]\(((?:\.\./)+[^)#\s]*)[^)]*\)")
 _ACRONYM = re.compile(r"^\| ([A-Z]{3,}) \| (.*) \|$", re.MULTILINE)
+MARK = ".built-by-bin-docs"
 _UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"
 _LOADS = {"script": "src", "img": "src", "iframe": "src", "link": "href"}
 """What a browser fetches by itself, and the attribute that says from where."""
@@ -100,9 +101,18 @@ def build(destination: Path) -> list[str]:
             return [done.stdout]
         if found := faults(work / "site"):
             return found
-        shutil.rmtree(destination, ignore_errors=True)
-        shutil.copytree(work / "site", destination)
+        (work / "site" / MARK).touch()
+        if destination.exists():
+            shutil.rmtree(destination.resolve())
+        shutil.copytree(work / "site", destination.resolve())
     return []
+
+
+def may_replace(destination: Path) -> bool:
+    """Is it new, an empty folder, or a site that was built here?"""
+    if not destination.is_dir():
+        return not os.path.lexists(destination)
+    return not any(destination.iterdir()) or (destination / MARK).exists()
 
 
 def main(arguments: list[str]) -> int:
@@ -110,9 +120,9 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print("usage: bin/docs --site DIR", file=sys.stderr)
         return 2
-    destination = Path(arguments[0])
-    if destination.exists() and any(destination.iterdir()) and not (destination / "sitemap.xml").exists():
-        print(f"{destination} is there, and no site", file=sys.stderr)
+    destination = Path(arguments[0])  # relative to where the command was started
+    if not may_replace(destination):
+        print(f"{destination} exists and is not a site of bin/docs: choose another folder", file=sys.stderr)
         return 2
     found = build(destination)
     print("\n".join(found) or f"wrote {sum(1 for _ in destination.rglob('*.html'))} pages to {destination}")

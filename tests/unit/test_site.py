@@ -86,7 +86,14 @@ def test_faults_of_a_built_site_are_found(site: Any, tmp_path: Path, html: str, 
 
 
 def test_site_replaces_nothing_but_a_site(site: Any, tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "mine.txt").write_text("kept")
-    assert site.main([str(tmp_path)]) == 2
-    assert (tmp_path / "mine.txt").read_text() == "kept"
-    assert "no site" in capsys.readouterr().err
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "sitemap.xml").write_text("of another site")
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    for name in ("mine", "file", "gone"):
+        assert site.main([str(tmp_path / name)]) == 2
+        assert "choose another folder" in capsys.readouterr().err
+    assert (tmp_path / "mine" / "sitemap.xml").exists()
+    (tmp_path / "mine" / site.MARK).touch()
+    assert [site.may_replace(tmp_path / name) for name in ("mine", "new")] == [True, True]
+    assert site.main([]) == 2
