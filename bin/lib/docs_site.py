@@ -21,6 +21,7 @@ _OUTWARDS = re.compile(r"\[([^\]]*)\]\(((?:\.\./)+[^)#\s]*)[^)]*\)")
 _ACRONYM = re.compile(r"^\| ([A-Z]{3,}) \| (.*) \|$", re.MULTILINE)
 MARK = ".built-by-bin-docs"
 _UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"
+_SECTION = re.compile(r"^(?=## ckpt [a-z])", re.MULTILINE)
 _LOADS = {"script": "src", "img": "src", "iframe": "src", "link": "href"}
 """What a browser fetches by itself, and the attribute that says from where."""
 
@@ -36,6 +37,26 @@ def prepare(docs: Path) -> None:
         text = _NAMED_BLOCK.sub(r"\1", page.read_text("utf-8"))
         head = _UNSEARCHED if page.is_relative_to(docs / "dev") else ""
         page.write_text(f"{head}{_without_outward_links(text, page, docs)}\n{tips}", encoding="utf-8")
+
+
+def split_commands(work: Path) -> None:
+    """Give every command of reference/cli.md a page of its own, in the menu as well."""
+    reference = work / "docs" / "reference"
+    head, *sections = _SECTION.split((reference / "cli.md").read_text("utf-8"))
+    names = [section.split(maxsplit=3)[2] for section in sections]
+    (reference / "commands").mkdir()
+    for name, section in zip(names, sections, strict=True):
+        text = re.sub(r"\]\((?=\w[\w/-]*\.md)|\]\((?=\.\./)", "](../", section.removeprefix("#"))
+        text = text.replace("\nShared: ", "\n[Shared](../cli.md#shared-options): ")
+        (reference / "commands" / f"{name}.md").write_text(re.sub(r"\(#ckpt-([\w-]+)\)", r"(\1.md)", text), "utf-8")
+    links = "".join(f"- [ckpt {name}](commands/{name}.md)\n" for name in names)
+    (reference / "cli.md").write_text(f"{head}\n## Commands\n\n{links}", "utf-8")
+    for page in (work / "docs").rglob("*.md"):
+        page.write_text(re.sub(r"cli\.md#ckpt-([\w-]+)", r"commands/\1.md", page.read_text("utf-8")), "utf-8")
+    menu = "".join(f"          - {name}: reference/commands/{name}.md\n" for name in names)
+    config = (work / "mkdocs.yml").read_text("utf-8")
+    old, new = "      - Commands: reference/cli.md\n", "      - Commands:\n          - All commands: reference/cli.md\n"
+    (work / "mkdocs.yml").write_text(config.replace(old, new + menu), "utf-8")
 
 
 def _without_outward_links(text: str, page: Path, docs: Path) -> str:
@@ -92,6 +113,7 @@ def build(destination: Path) -> list[str]:
         work = Path(folder)
         shutil.copytree(ROOT / "docs", work / "docs")
         shutil.copy(ROOT / "mkdocs.yml", work)
+        split_commands(work)
         prepare(work / "docs")
         command = [sys.executable, "-m", "zensical", "build", "--strict", "-f", str(work / "mkdocs.yml")]
         done = subprocess.run(

@@ -66,6 +66,29 @@ def test_copy_for_the_site_has_no_names_of_blocks_and_no_links_out_of_it(site: A
     assert one.startswith("---\nsearch:\n  exclude: true\n---\n[up](../page.md) out")
 
 
+def test_every_command_has_a_page_of_its_own_on_the_site(site: Any, tmp_path: Path) -> None:
+    reference = tmp_path / "docs" / "reference"
+    reference.mkdir(parents=True)
+    (reference / "cli.md").write_text(
+        "# Reference\n\n[tasks](../guides/a.md)\n\n## Shared options\n\n- `--json`: one\n\n"
+        "## ckpt shard\n\n- `--mesh`: [codes](findings.md#x), [tasks](../guides/a.md)\n\nShared: `--json`.\n\n"
+        "## ckpt merge-lora\n\nAs in [ckpt shard](#ckpt-shard): `--mesh`.\n"
+    )
+    (tmp_path / "docs" / "page.md").write_text("[shard](reference/cli.md#ckpt-shard) [all](reference/cli.md)")
+    (tmp_path / "mkdocs.yml").write_text((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    site.split_commands(tmp_path)
+    assert (reference / "commands" / "shard.md").read_text() == (
+        "# ckpt shard\n\n- `--mesh`: [codes](../findings.md#x), [tasks](../../guides/a.md)\n\n"
+        "[Shared](../cli.md#shared-options): `--json`.\n\n"
+    )
+    assert "(shard.md): `--mesh`" in (reference / "commands" / "merge-lora.md").read_text()
+    assert (reference / "cli.md").read_text().endswith("## Commands\n\n- [ckpt shard](commands/shard.md)\n"
+                                                       "- [ckpt merge-lora](commands/merge-lora.md)\n")  # fmt: skip
+    assert (tmp_path / "docs" / "page.md").read_text() == "[shard](reference/commands/shard.md) [all](reference/cli.md)"
+    named = list(_pages(yaml.safe_load((tmp_path / "mkdocs.yml").read_text())["nav"]))
+    assert {"reference/cli.md", "reference/commands/shard.md", "reference/commands/merge-lora.md"} <= set(named)
+
+
 @pytest.mark.parametrize(
     ("html", "fault"),
     [
