@@ -1,6 +1,6 @@
 """The oldest releases that the commands which need a library work with. Looked at before the library is imported.
 
-Source: `bin/compat`, which runs every release of docs/concepts/compatibility.md; pyproject.toml requires the same.
+Source: `bin/compat`, which runs every release of docs/dev/compatibility.md; pyproject.toml requires the same.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import re
 import textwrap
 import types
 import typing
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from ckpt_tools.options import options_of
@@ -49,6 +50,9 @@ most 20 lines, and a table in notebooks.
 """
 _LEFT_OUT = ("to_json",)  # Methods for other results
 _SECTION = re.compile(r"(Args|Returns|Raises|Yields|Source|Note|Example):")
+_ARGUMENT = re.compile(r"^- `(?!\w+Error`)\w+`: .*\n(?:  .*\n)*", re.MULTILINE)
+SHARED = 2
+"""An argument that so many functions have in the same words is described apart; errors stay where they are raised."""
 _ENTRY = re.compile(r"(\*{0,2}\w[\w.]*): (.*)")
 WIDTH = 100
 
@@ -190,6 +194,25 @@ def results_of(members: Mapping[str, object], *, checked: bool) -> str:
     return ", ".join(f"`{name}`" for name, kind in kinds.items() if issubclass(kind, CheckedResult) is checked)
 
 
+def with_shared(entries: dict[str, str]) -> tuple[list[str], str]:
+    """Functions whose arguments of many are only named, and the list of these; by text, so that both say the same."""
+    count = Counter(argument for text in entries.values() for argument in _ARGUMENT.findall(text))
+    shared = {
+        argument: name
+        for argument, number in count.items()
+        if number >= SHARED
+        for name in [argument[3:].split("`")[0]]
+    }
+    texts = []
+    for text in entries.values():
+        known = [f"`{shared[each]}`" for each in _ARGUMENT.findall(text) if each in shared]
+        rest = _ARGUMENT.sub(lambda each: "" if each[0] in shared else each[0], text)
+        line = textwrap.fill(f"Shared: {', '.join(known)}.", 116, break_on_hyphens=False) + "\n"
+        head, _, tail = rest.partition("\n**Raises**")
+        texts.append(f"{head.rstrip()}\n\n{line}{'' if not tail else f'{chr(10)}**Raises**{tail}'}" if known else text)
+    return texts, "".join(sorted(shared))
+
+
 def render() -> str:
     """The whole page: functions first, then types, each in the order of `__all__`."""
     import ckpt_tools
@@ -201,9 +224,12 @@ def render() -> str:
     head = HEAD.format(
         names=names_table(verbs), checked=results_of(members, checked=True), plain=results_of(members, checked=False)
     )
-    functions = [function_entry(name, member) for name, member in members.items() if inspect.isfunction(member)]
+    entries = {name: function_entry(name, member) for name, member in members.items() if inspect.isfunction(member)}
+    functions, shared = with_shared(entries)
     types = [f"### {name}\n\n{describe_class(member)}\n" for name, member in members.items() if inspect.isclass(member)]
     from ckpt_tools.runs.hook import BadCheckpointError, Tending
 
     hooks = [f"### {kind.__name__}\n\n{describe_class(kind)}\n" for kind in (Tending, BadCheckpointError)]
-    return "\n".join([head, "## Functions\n", *functions, "## Types\n", *types, HOOKS, *hooks])
+    return "\n".join(
+        [head, "## Shared arguments\n", shared, "## Functions\n", *functions, "## Types\n", *types, HOOKS, *hooks]
+    )

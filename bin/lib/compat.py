@@ -1,4 +1,4 @@
-"""Environments of other releases, one at a time: made, tried, noted in docs/concepts/compatibility.md, and removed.
+"""Environments of other releases, one at a time: made, tried, noted in docs/dev/compatibility.md, and removed.
 
 Each is a virtual environment in the cache directory with one release of Python and PyTorch; PyTorch comes from the
 package index, on x86_64 a build of 3 to 6 GB for GPUs, which needs none to run. Everything else is what
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "concepts" / "compatibility.md"
+PAGE = ROOT / "docs" / "dev" / "compatibility.md"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ckpt-compat"
 BEGIN, END = "<!-- written by bin/compat -->\n", "<!-- end -->\n"
 TESTS = (

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import api_pages
 import cli_pages
+import findings_page
 import formats_page
 import fsdp2_pages
 import schemas
@@ -19,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
     "cli.md": cli_pages.render,
     "api.md": api_pages.render,
+    "findings.md": findings_page.render,
     "formats.md": formats_page.render,
     "fsdp2.md": fsdp2_pages.render,
     "diagnoses.md": render_catalogue,

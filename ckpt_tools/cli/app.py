@@ -262,7 +262,7 @@ def _run_command(argv: list[str]) -> int:
 
 
 def _say_exhausted(error: BaseException, *, as_json: bool) -> int:
-    exhausted = CkptError("not enough memory", hint="see docs/concepts/limits.md; -j 1 needs the least")
+    exhausted = CkptError("not enough memory", hint="see docs/how-it-works.md#limits; -j 1 needs the least")
     for text in getattr(error, "__notes__", ()):
         exhausted.add_note(text)
     print_error(exhausted, as_json=as_json)

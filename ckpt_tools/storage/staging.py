@@ -3,7 +3,7 @@
 The protocol: a staging directory beside the destination, claimed by one run at a time, every file created
 exclusively, filled and fsynced, then the directory fsynced, then one rename that cannot replace anything (or that
 exchanges, for overwrite), then the parent fsynced. What an interrupted run leaves in the staging directory is
-continued by the same command, and removed by any other. See docs/concepts/reliability.md.
+continued by the same command, and removed by any other. See docs/dev/reliability.md.
 """
 
 from __future__ import annotations

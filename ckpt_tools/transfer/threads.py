@@ -132,6 +132,6 @@ def _start(thread: threading.Thread, *, needed: bool) -> bool:
     except (RuntimeError, OSError) as error:
         if needed:
             what = "cannot start a thread: the system's limit of threads or of memory is reached"
-            raise StorageError(what, hint="raise it (ulimit -u, ulimit -v), or see docs/concepts/limits.md") from error
+            raise StorageError(what, hint="raise it (ulimit -u, -v), or see docs/how-it-works.md#limits") from error
         return False
     return True

@@ -1,6 +1,6 @@
 """Which single bit of a `.metadata` can flip unnoticed, and what does it change? All of them are tried.
 
-    PYTHONPATH=tests .venv/bin/python -m corrupt.every_bit     writes the table into docs/concepts/detection.md
+    PYTHONPATH=tests .venv/bin/python -m corrupt.every_bit     writes the table into docs/dev/detection.md
 
 Stock PyTorch wrote the checkpoints. A flip that passes `verify --level structure` without an error is compared with the
 intact file twice: as ckpt reads it (names, paths, dtypes, shapes, boxes, files, offsets, lengths), and as stock torch

@@ -1,6 +1,6 @@
 """Which byte of a checkpoint does which check find? Recipes, the map of every file, and the tables of the document.
 
-    PYTHONPATH=tests .venv/bin/python -m corrupt.every_byte     writes the tables into docs/concepts/detection.md
+    PYTHONPATH=tests .venv/bin/python -m corrupt.every_byte     writes the tables into docs/dev/detection.md
 
 Every byte is damaged once, one bit of it, another bit for each. `data` begins with all that `structure` does, and
 `--against` with all that `data` does, so a flip that a weaker check has found is not tried on the stronger one.
@@ -24,7 +24,7 @@ from ckpt_tools import api
 from ckpt_tools.checkpoint.formats.dcp_metadata import parse_metadata
 from ckpt_tools.errors import CkptError
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "concepts" / "detection.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "dev" / "detection.md"
 LEVELS = ("structure", "data", "against")
 Tally = dict[str, list[int]]
 """Region → flips tried, then flips found by each of `LEVELS`."""

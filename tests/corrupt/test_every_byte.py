@@ -1,4 +1,4 @@
-"""The tables of docs/concepts/detection.md are what happens; with a manifest nothing passes.
+"""The tables of docs/dev/detection.md are what happens; with a manifest nothing passes.
 
 Single bits of a stock `.metadata` too: none changes unnoticed what ckpt reads, but names that stand there only once.
 """

@@ -1,4 +1,4 @@
-"""What docs/concepts/calibration.md says of published measurements."""
+"""What docs/dev/calibration.md says of published measurements."""
 
 from __future__ import annotations
 

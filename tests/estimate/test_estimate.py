@@ -82,7 +82,7 @@ def test_llama_7b_takes_half_a_minute_and_less_than_a_gigabyte(tmp_path):
     (case,) = found["strategies"]
     assert case["method"] == "tracked"
     assert found["params"] == 6738415616
-    # Parameters in f32, an eighth; gradients and two moments follow. The peak is that of docs/concepts/calibration.md.
+    # Parameters in f32, an eighth; gradients and two moments follow. The peak is that of docs/dev/calibration.md.
     assert found["per_rank"]["params"] == pytest.approx(6738415616 * 4 / 8, rel=1e-6)
     assert found["per_rank"]["grads"] == 6738415616 * 4 // 8
     assert found["per_rank"]["optimizer"] == pytest.approx(6738415616, rel=1e-6)

@@ -1,4 +1,4 @@
-"""The case studies of docs/concepts/calibration.md, and what others have published, by the formula."""
+"""The case studies of docs/dev/calibration.md, and what others have published, by the formula."""
 
 from __future__ import annotations
 

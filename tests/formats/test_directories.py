@@ -27,7 +27,7 @@ from ckpt_tools.cli import main
 from ckpt_tools.hub.check import check_directory
 from ckpt_tools.storage.source import LocalSource
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "concepts" / "layouts.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "dev" / "layouts.md"
 TEXT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
 State = dict[str, torch.Tensor]
 Which = Literal["new", "old", "nothing"]

@@ -132,7 +132,7 @@ def test_own_base_is_right_and_no_other_is(name: str, family: str, worlds: World
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["wan", *map(full, ("flux2", "sdxl", "z-image", "hidream"))])
 def test_lokr_for_comfyui_fits_its_own_base_alone(name: str, worlds: Worlds, tmp_path: Path) -> None:
-    """Its factors go into fused weights, and the table of docs/concepts/loaders.md holds that ComfyUI loads them."""
+    """Its factors go into fused weights, and the table of docs/dev/loaders.md holds that ComfyUI loads them."""
     files, _ = worlds.adapters(name, "LoKr")
     export_lora(files["peft"].parent, tmp_path / "out", to="comfyui", base=worlds.base(name))
     (file,) = (tmp_path / "out").glob("*.safetensors")

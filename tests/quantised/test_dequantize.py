@@ -200,6 +200,6 @@ def test_what_cannot_be_decoded_is_refused(tmp_path, capsys, stored, settings, w
 
 @pytest.mark.parametrize("method", SCHEMES)
 def test_scheme_has_a_row_on_the_page(method) -> None:
-    page = (Path(__file__).parents[2] / "docs/concepts/formats.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/dev/formats.md").read_text(encoding="utf-8")
     assert load_scheme(method).method == method
     assert f"| `{method}` |" in page

@@ -1,4 +1,4 @@
-"""The walk of docs/guides/when-it-breaks.md, on two ranks."""
+"""The walk of docs/when-it-breaks.md, on two ranks."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def _names(kind, mesh):
 def _walk(rank, world_size, path):
     os.chdir(path)
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_shard",))
-    found = guide.run("when-it-breaks", "catch", _names(Entered, mesh))["found"]
-    names = guide.run("when-it-breaks", "watch", _names(Halting, mesh))
+    found = guide.run("../when-it-breaks", "catch", _names(Entered, mesh))["found"]
+    names = guide.run("../when-it-breaks", "watch", _names(Halting, mesh))
     watched = [finding.code for finding in (*names["findings"], *names["seen"].findings)]
-    healthy = guide.run("when-it-breaks", "watch", _names(with_block(Block), mesh))
+    healthy = guide.run("../when-it-breaks", "watch", _names(with_block(Block), mesh))
     silent = [*healthy["findings"], *healthy["seen"].findings]
     torch.manual_seed(rank)
     different = {"model": nn.Linear(2, 2)}
-    ranks = [finding.code for finding in guide.run("when-it-breaks", "ranks", different)["findings"]]
+    ranks = [finding.code for finding in guide.run("../when-it-breaks", "ranks", different)["findings"]]
     return found, watched, silent, ranks
 
 
@@ -84,7 +84,7 @@ def test_walk_names_what_is_broken_and_is_silent_on_what_is_not(walked):
 
 def test_walk_shows_the_diagnosis_that_is_printed(walked):
     found = walked[0][0]
-    text = (guide.GUIDES / "when-it-breaks.md").read_text(encoding="utf-8")
+    text = (guide.GUIDES.parent / "when-it-breaks.md").read_text(encoding="utf-8")
     assert f"{found.id} in {found.module}: {found.cause}\n" in text
     assert f"fix: {found.fix}\n" in text
     assert found.call.endswith("in forward: h = layer.encode(h)")
@@ -95,11 +95,11 @@ def _apart(rank, world_size, path):
     dist.init_process_group(
         "gloo", init_method=f"file://{path}/meet", rank=rank, world_size=world_size, timeout=timedelta(seconds=2)
     )
-    guide.run("when-it-breaks", "traces", _names(Skipping, init_device_mesh("cpu", (world_size,))))
+    guide.run("../when-it-breaks", "traces", _names(Skipping, init_device_mesh("cpu", (world_size,))))
 
 
 def test_walk_of_ranks_that_part_is_compared_afterwards(tmp_path, capsys, monkeypatch):
     run_ranks(2, _apart, tmp_path, timeout=30, check=False, backend=None)
     monkeypatch.chdir(tmp_path)
-    guide.run("when-it-breaks", "compare", {})
+    guide.run("../when-it-breaks", "compare", {})
     assert capsys.readouterr().out.startswith("rank-skip layers.1 ")

@@ -120,7 +120,7 @@ def table() -> str:
 
 
 def test_page_has_the_counts():
-    assert table() in (Path(__file__).parents[2] / "docs/concepts/detection.md").read_text()
+    assert table() in (Path(__file__).parents[2] / "docs/dev/detection.md").read_text()
 
 
 @pytest.mark.full

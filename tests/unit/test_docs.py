@@ -31,6 +31,40 @@ def test_docs_relative_links_lead_to_files_that_exist(page: Path) -> None:
     assert broken == []
 
 
+FRONT = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_CODE = re.compile(r"```(?:sh|console)\n(.*?)```|`(ckpt [^`]+)`", re.DOTALL)
+
+
+def _command_lines(text: str) -> list[list[str]]:
+    """What a page tells to type, without comments, output and what is piped on."""
+    lines = "\n".join(block or inline for block, inline in _CODE.findall(text)).splitlines()
+    typed = [re.split(r"\s#|\s[|>]|;", line.removeprefix("$ "))[0] for line in lines]
+    return [line.split() for line in typed if re.match(r"ckpt [a-z]", line)]
+
+
+@pytest.mark.parametrize("page", FRONT, ids=lambda page: page.name)
+def test_docs_commands_of_the_front_pages_exist_with_their_options(page: Path) -> None:
+    from ckpt_tools.cli.app import _load
+    from ckpt_tools.cli.commands import COMMANDS
+
+    wrong = []
+    for words in _command_lines(page.read_text(encoding="utf-8")):
+        known = {opt for each in _load(words[1]).params for opt in each.opts} if words[1] in COMMANDS else None
+        used = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+        if known is None or used - known - {"--help"}:
+            wrong.append(words)
+    assert wrong == []
+
+
+def test_docs_readme_comes_to_the_point() -> None:
+    """A command within 120 words, and all that ckpt is for within 60 lines."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.partition("```sh")[0].split()) <= 120
+    first = "\n".join(text.splitlines()[:60])
+    assert {words[1] for words in _command_lines(first)} >= {"gather", "shard", "reshard", "preflight", "export-lora"}
+    assert all(f"\n{command} " in text for command in ("bin/demo", "bin/test"))
+
+
 def test_docs_readme_names_every_exit_code_of_the_errors() -> None:
     from ckpt_tools import errors
 
@@ -40,7 +74,7 @@ def test_docs_readme_names_every_exit_code_of_the_errors() -> None:
 
 
 def test_docs_every_command_of_the_house_is_executable_and_mentioned() -> None:
-    guide = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs" / "dev" / "contributing.md").read_text(encoding="utf-8")
     commands = [path for path in (ROOT / "bin").iterdir() if path.is_file() and path.suffix == ""]
     assert commands
     assert [path.name for path in commands if not os.access(path, os.X_OK)] == []
@@ -48,7 +82,7 @@ def test_docs_every_command_of_the_house_is_executable_and_mentioned() -> None:
 
 
 def test_docs_guarantees_name_tests_that_exist() -> None:
-    text = (ROOT / "docs" / "concepts" / "reliability.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "dev" / "reliability.md").read_text(encoding="utf-8")
     rows = [line for line in text.partition("| what holds |")[2].splitlines()[2:] if not line.startswith("| **")]
     assert len(rows) > 30
     assert [row for row in rows if "::test_" not in row] == []
@@ -82,7 +116,7 @@ def test_docs_guide_rules_parse() -> None:
 
 def test_docs_rows_of_the_five_documents_name_tests_that_exist() -> None:
     """Every row has an answer and its proof: a test, a guide, or a command."""
-    text = (ROOT / "docs" / "concepts" / "seeds.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "dev" / "seeds.md").read_text(encoding="utf-8")
     tables = text.split("\n## ")[1:]
     assert len(tables) == 5
     for table in tables:

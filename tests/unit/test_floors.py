@@ -99,6 +99,6 @@ def test_floors_are_those_of_the_package_and_of_the_page():
             assert required[library] == ".".join(map(str, oldest))
     assert f"torch>={'.'.join(map(str, FLOORS['torch']))}" in project["dependencies"]
     assert f"torch>={'.'.join(map(str, NF4_TORCH))}" in extras["qlora"]
-    page = (ROOT / "docs" / "concepts" / "compatibility.md").read_text()
+    page = (ROOT / "docs" / "dev" / "compatibility.md").read_text()
     for release in TESTED_TORCH:
         assert re.search(rf"`py3\.\d+-torch{re.escape(release)}\.\d+\S*` \| 20", page)

@@ -15,7 +15,7 @@ _MODULE: Any = module_from_spec(_SPEC)
 _SPEC.loader.exec_module(_MODULE)
 MOST, House = _MODULE.MOST, _MODULE.House
 
-PAGE = (ROOT / "docs" / "concepts" / "architecture.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "dev" / "architecture.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_drawings_have_every_room_in_the_order_of_the_contract(house: Any) -> No
     assert [word for word in re.findall(r"\w+", drawing) if word in house.rooms and word != "checkpoint"] == [
         room for room in order if room != "checkpoint"
     ]
-    first = (ROOT / "docs" / "start-here.md").read_text(encoding="utf-8")
+    first = (ROOT / "docs" / "dev" / "start-here.md").read_text(encoding="utf-8")
     assert all(room in first for room in house.rooms)
     assert len(first.split()) < 450
 
@@ -50,7 +50,7 @@ def test_house_does_not_drift(house: Any) -> None:
 
 
 def test_every_decision_is_in_the_index() -> None:
-    folder = ROOT / "docs" / "decisions"
+    folder = ROOT / "docs" / "dev" / "decisions"
     index = (folder / "README.md").read_text(encoding="utf-8")
     assert re.findall(r"\((\d{4}-[\w-]+\.md)\)", index) == sorted(path.name for path in folder.glob("[0-9]*.md"))
 

@@ -34,7 +34,7 @@ from ckpt_tools.errors import LimitError, UnreadableError
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.text import MAX_COMPONENT_BYTES, MAX_PATH_BYTES, MAX_SHOWN_CHARS, escape_name, is_plain_path
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "concepts" / "limits.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "dev" / "limits.md"
 ROW = re.compile(r"^\|.*\| ([^|]+) \| `(ckpt_tools[\w.]+)` \|$", re.MULTILINE)
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "MB": 10**6}
 

@@ -15,7 +15,7 @@ from ckpt_tools import api
 from ckpt_tools.estimate.case import FRAGMENTATION
 
 ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "docs" / "concepts" / "calibration.md"
+PAGE = ROOT / "docs" / "dev" / "calibration.md"
 LOW, HIGH = 0.85, 1.25
 _GIB = 1 << 30
 _BEGIN, _END = "<!-- bin/calibrate --update writes below -->\n", "<!-- and above -->\n"

@@ -129,7 +129,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.add_argument(f"--{name}", metavar="DIR", help=f"public source of {name} (default: not run)")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="architectures, families or targets")
     parser.add_argument("--every", action="store_true", help="train every linear layer and convolution")
-    parser.add_argument("--write", action="store_true", help="write the table of docs/concepts/loaders.md")
+    parser.add_argument("--write", action="store_true", help="write the table of docs/dev/loaders.md")
     given = parser.parse_args(arguments)
     sources = {name: found for name in SOURCES if (found := getattr(given, name.replace("-", "_")))}
     unknown = sorted({*given.only} - {*table} - {*FAMILIES} - {*READS} - {"vllm"})

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "concepts" / "loaders.md"
+FOLDER = Path(__file__).resolve().parents[3] / "docs" / "dev"
 COLUMNS = (
     ("peft", "peft"),
     ("diffusers", "diffusers"),
@@ -18,7 +19,6 @@ COLUMNS = (
     ("", "ai-toolkit"),
 )
 """Target of an export ("" for whichever the loader takes), and the loader that is given the file."""
-BEGIN, END = "<!-- bin/loaders begins -->\n", "<!-- bin/loaders ends -->\n"
 EXACT = 1e-5
 """Largest error that is rounding: sums of float32 products, in another order."""
 
@@ -82,22 +82,19 @@ class Cell:
 
 
 def render(cells: Sequence[Cell]) -> str:
-    """Return the tables: architecture and family × target and loader, and the adapters for vLLM."""
-    return "\n".join(f"{title}\n\n{head}\n{_rule(head)}\n" + "".join(rows) for title, head, rows in _tables(cells))
+    """Return the tables for a terminal: architecture and family × target and loader, and the adapters for vLLM."""
+    return "\n".join("".join(f"{' | '.join(row)}\n" for row in rows) for _, rows in _tables(cells))
 
 
-def _tables(cells: Sequence[Cell]) -> list[tuple[str, str, list[str]]]:
+def _tables(cells: Sequence[Cell]) -> list[tuple[str, list[list[str]]]]:
+    """File → its rows, of which the first is the head."""
     images = [cell for cell in cells if cell.architecture]
     heads = [loader if target in ("", loader) else f"{target}, in {loader}" for target, loader in COLUMNS]
     keys = dict.fromkeys((cell.architecture, cell.family) for cell in images)
-    rows = [f"| {' | '.join((*key, *(_text(images, *key, *column) for column in COLUMNS)))} |\n" for key in keys]
-    found = [("### Image and video models", f"| model | family | {' | '.join(heads)} |", rows)]
-    rows = [f"| {cell.family} | {cell.text} | {cell.verdict} |\n" for cell in cells if not cell.architecture]
-    return [*found, ("### Language models in vLLM", "| adapter | vLLM | `check-lora --for vllm` |", rows)]
-
-
-def _rule(head: str) -> str:
-    return "|---" * (head.count("|") - 1) + "|"
+    rows = [[*key, *(_text(images, *key, *column) for column in COLUMNS)] for key in keys]
+    found = [("loaders.csv", [["model", "family", *heads], *rows])]
+    rows = [[cell.family, cell.text, cell.verdict] for cell in cells if not cell.architecture]
+    return [*found, ("loaders-vllm.csv", [["adapter", "vLLM", "check-lora --for vllm"], *rows])]
 
 
 def _text(cells: Iterable[Cell], architecture: str, family: str, target: str, loader: str) -> str:
@@ -109,20 +106,12 @@ def _text(cells: Iterable[Cell], architecture: str, family: str, target: str, lo
 
 
 def write(cells: Sequence[Cell]) -> None:
-    """Put the tables between the page's two markers; a row that was not run again stays."""
-    page = PAGE.read_text(encoding="utf-8")
-    head, rest = page.split(BEGIN)
-    old, tail = rest.split(END)
-    kept = {_key(line): f"{line}\n" for line in old.splitlines() if line.startswith("| ")}
-    text = ""
-    for title, first, rows in _tables(cells):
-        width = 2 if "family" in first else 1
-        new = {_key(row)[:width]: row for row in rows}
-        same = {key[:width]: line for key, line in kept.items() if len(key) == first.count("|") - 1}
-        every = {key: line for key, line in (same | new).items() if line.strip() != first}
-        text += f"{title}\n\n{first}\n{_rule(first)}\n{''.join(every.values())}\n"
-    PAGE.write_text(head + BEGIN + text + END + tail, encoding="utf-8")
-
-
-def _key(line: str) -> tuple[str, ...]:
-    return tuple(cell.strip() for cell in line.strip().strip("|").split("|"))
+    """Write the tables; a row that was not run again stays."""
+    for name, (head, *rows) in _tables(cells):
+        path = FOLDER / name
+        width = 2 if "family" in head else 1
+        old = list(csv.reader(path.read_text(encoding="utf-8").splitlines())) if path.exists() else []
+        kept = old[1:] if old[:1] == [head] else []
+        every = {tuple(row[:width]): row for row in (*kept, *rows)}
+        with open(path, "w", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([head, *every.values()])

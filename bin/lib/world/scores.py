@@ -1,6 +1,6 @@
 """Precision and recall by trainer: how much of the newest releases' files is read, and how many mistakes are found.
 
-The table stands in docs/concepts/world.md between two marks; `bin/world --update` rewrites it.
+The table stands in docs/dev/world.md between two marks; `bin/world --update` rewrites it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from releases import HERE, rows
 from ckpt_tools.options.preflight import Framework
 
 ROOT = HERE.parents[2]
-PAGE = ROOT / "docs" / "concepts" / "world.md"
+PAGE = ROOT / "docs" / "dev" / "world.md"
 _MARKS = ("<!-- bin/world --update writes this table -->\n", "<!-- until here -->\n")
 _TRAINERS = {"transformers": "trainer", "trl": "trainer"}
 _HEADS = (

@@ -41,8 +41,8 @@ class StepDirectory(Format):
     name = "step"
     found_by = "`pytorch_model_fsdp_N/`, `optimizer_N/`; `model_index.json`, `modules.json`; files of several models"
     about = (
-        "a step of accelerate or the Trainer: [training steps](../concepts/formats.md#training-steps); or a repository "
-        "of several models: [directories of other tools](../concepts/layouts.md)"
+        "a step of accelerate or the Trainer: [training steps](../dev/formats.md#training-steps); or a repository "
+        "of several models: [directories of other tools](../dev/layouts.md)"
     )
     written_by = "`reshard`; with `--for`, or of a repository, `shard`; of a repository, `gather`"
     whole_by = "as its model, which is DCP"

@@ -40,7 +40,7 @@ class TorchDist(Dcp):
 
     name = "torch-dist"
     found_by = "`.metadata` and a `metadata.json` that names the backend; also in `weights/`"
-    about = "a step of Megatron-core, Megatron-Bridge or NeMo 2: [Megatron](../concepts/formats.md#megatron)"
+    about = "a step of Megatron-core, Megatron-Bridge or NeMo 2: [Megatron](../dev/formats.md#megatron)"
     whole_by = "`.metadata`, which names every file and chunk"
     written_by = ""
     keeps_order = True

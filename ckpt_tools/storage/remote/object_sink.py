@@ -3,7 +3,7 @@
 A prefix cannot be renamed, so files go to their final keys at once, and the marker (`.metadata`, an index) is put
 last, only where there is none. What is known until then lies in `.ckpt/` below the prefix: the claim, which keeps
 conversions of something else out, and a record for each run of files that is finished.
-See docs/concepts/reliability.md.
+See docs/dev/reliability.md.
 """
 
 from __future__ import annotations

@@ -1,0 +1,62 @@
+"""The generated references say of every command and function all that it takes, wherever it is described."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckpt_tools
+from ckpt_tools.cli.app import _load
+from ckpt_tools.cli.commands import COMMANDS
+
+LIB = Path(__file__).parents[2] / "bin" / "lib"
+
+
+@pytest.fixture(scope="module")
+def pages() -> Any:
+    sys.path.insert(0, str(LIB))
+    try:
+        import api_pages
+        import cli_pages
+    finally:
+        sys.path.pop(0)
+    return type("Pages", (), {"cli": cli_pages.render(), "api": api_pages.render()})
+
+
+def _sections(page: str, mark: str) -> dict[str, str]:
+    return {text.partition("\n")[0]: text for text in page.split(f"\n{mark} ")[1:]}
+
+
+def test_cli_page_names_every_option_under_its_command_and_describes_it_once(pages: Any) -> None:
+    sections = _sections(pages.cli, "##")
+    for name in COMMANDS:
+        options = {max(each.opts, key=len) for each in _load(name).params} - {"--help"}
+        section = sections[f"ckpt {name}"]
+        assert [each for each in options if each.startswith("-") and not re.search(rf"{each}[` ]", section)] == []
+        for option in re.findall(r"`(--[\w-]+)`", section.partition("\nShared: ")[2]):
+            assert f"{option}" in sections["Shared options"]
+    described = re.findall(r"^- `-.*", pages.cli, re.MULTILINE)
+    assert len(described) == len(set(described))
+
+
+def test_api_page_names_every_argument_of_every_function(pages: Any) -> None:
+    sections = _sections(pages.api, "###")
+    shared = pages.api.partition("## Shared arguments")[2].partition("## Functions")[0]
+    for name, function in inspect.getmembers(ckpt_tools, inspect.isfunction):
+        if name not in ckpt_tools.__all__ or "Args:" not in (inspect.getdoc(function) or ""):
+            continue
+        told = sections[name].partition("```\n")[2]
+        assert [each for each in inspect.signature(function).parameters if f"`{each}`" not in told] == []
+        for each in re.findall(r"`(\w+)`", told.partition("\nShared: ")[2].partition("\n\n")[0]):
+            assert f"- `{each}`: " in shared
+
+
+def test_what_all_commands_take_is_described_apart(pages: Any) -> None:
+    shared = pages.cli.partition("## Shared options")[2].partition("\n## ")[0]
+    assert all(f"{option}`: " in shared for option in ("--json", "--quiet", "--verbose"))
+    assert pages.api.count("- `num_workers`: ") == 1
