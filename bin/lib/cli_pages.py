@@ -12,8 +12,8 @@ HEAD = """\
 <!-- Written by bin/docs from the command line itself. Do not edit. -->
 
 What `ckpt COMMAND --help` says. Options of many commands are described once, under [shared options](#shared-options);
-under a command are its own. Which command does what: [the list of tasks](../guides/which-page.md). Results and exit codes:
-[findings](findings.md), [JSON](json.md).
+under a command are its own. Which command does what: [the list of tasks](../guides/which-page.md). Results and exit
+codes: [findings](findings.md), [JSON](json.md).
 """
 SHARED = 4
 """An option that so many commands have in the same words is described apart."""
