@@ -98,7 +98,7 @@ class PushFields:
     delete_stale: Annotated[bool, Option("Delete weights beside the new ones that only the hub has.")] = False
     check: Annotated[
         CheckLevel,
-        Option("Files to read back: those sent, all, or none, names alone (the hub's digests are always compared)."),
+        Option("Files to read back: those sent, all, or names alone (the hub's digests are always compared)."),
     ] = "sent"
     token: Annotated[str | None, Doc("Access token (default: HF_TOKEN, or that of `hf auth login`).")] = field(
         default=None, repr=False
