@@ -13,7 +13,7 @@ from ckpt_tools.estimate import Case, formula
 from ckpt_tools.estimate.model_sizes import figures_from_shapes
 
 GB = 10**9
-GUIDE = Path(__file__).parents[2] / "docs" / "concepts" / "calibration.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "dev" / "calibration.md"
 
 
 def flux2_shapes():
