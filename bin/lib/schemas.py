@@ -164,7 +164,7 @@ VERIFY = {
 ERROR = {
     "error": record({"code": str, "what": str, "where": str | None, "hint": str | None}), "exit_code": int,
 }  # fmt: skip
-DIFF = {"equal": bool, **fields_of(Difference)}
+DIFF = {"equal": bool, **fields_of(Difference, leave=("same",))}
 STATS = {
     "ok": bool, "identities": IDENTITIES, "bytes": int,
     "tensors": array(record({

@@ -430,7 +430,7 @@ def run(call: CommandCall[Summary], view: InspectView, output: OutputOptions) ->
     listed = summary.tensors if view.tensors else None
     then = [] if output.storage else next_commands(summary, call.given)
     if output.json:
-        print_json({**summary.to_json(tensors=chosen or listed), "next": [each._asdict() for each in then]})
+        print_json(summary.to_json(tensors=chosen or listed))
     elif not output.quiet:
         render(summary, terminal(), by=view.by, tensors=listed, grids=chosen, then=then)
     return 0

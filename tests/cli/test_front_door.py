@@ -65,7 +65,7 @@ def test_bare_ckpt_prints_the_help_and_is_no_success(ckpt: Run) -> None:
     assert (code, out) == (2, "")
     assert ckpt("--help") == ckpt("-h") == (0, err, "")
     assert err.startswith("Usage: ckpt [OPTIONS] COMMAND")
-    assert "Error" not in err
+    assert "error" not in err
 
 
 def test_help_lists_every_command_in_a_group_with_a_whole_phrase(ckpt: Run) -> None:
@@ -282,7 +282,7 @@ def test_every_command_takes_mistakes(name: str, tmp_path: Path, ckpt: Run, monk
     rest = "".join(f" more{number}" for number in range(len(needed) - 1))
     if needed:
         code, out, err = ckpt(name)
-        assert (code, out, parts_of(err)) == (2, "", ["Error", "hint"])
+        assert (code, out, parts_of(err)) == (2, "", ["error", "hint"])
         assert ckpt(re.search(r"See (.*)", err)[1])[0] == 0  # type: ignore[index]
     code, out, err = ckpt(f"{name} --jsno")
     assert (code, out) == (2, "")
@@ -292,5 +292,5 @@ def test_every_command_takes_mistakes(name: str, tmp_path: Path, ckpt: Run, monk
         code, out, err = ckpt(f"{name} {word}{rest}{mesh}")
         assert code in (0, 2, 3, 4) or (name, code) == ("commit", 5), (word, err)
         assert (code in (0, 3)) == (out != ""), (word, out, err)
-        assert code == 0 or out or parts_of(err)[0] == "Error"
-        assert {*parts_of(err)} <= {"Error", "at", "hint", "note", *parts_of(err)[3:]}
+        assert code == 0 or out or parts_of(err)[0] == "error"
+        assert {*parts_of(err)} <= {"error", "at", "hint", "note", *parts_of(err)[3:]}

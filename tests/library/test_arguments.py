@@ -229,6 +229,6 @@ def test_destination_that_exists_is_a_file_exists_error(world: Path, tmp_path: P
 
 def test_command_line_says_the_same_of_both(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(tmp_path / "nowhere")]) == 4
-    assert capsys.readouterr().err == f"Error: no such file or directory\n   at: {tmp_path}/nowhere\n"
+    assert capsys.readouterr().err == f"error: no such file or directory\n   at: {tmp_path}/nowhere\n"
     assert main(["gather", str(world / "model-dp8"), str(world / "model")]) == 5
-    assert capsys.readouterr().err.startswith(f"Error: the destination exists\n   at: {world}/model\n hint: ")
+    assert capsys.readouterr().err.startswith(f"error: the destination exists\n   at: {world}/model\n hint: ")
