@@ -230,11 +230,7 @@ def _render_folded_ranks(ranks: Sequence[RankSummary], mean: float, most: int, s
 def _render_files(summary: Summary, screen: Screen, *, most: int | None) -> None:
     screen.section(f"files: {len(summary.files):,}")
     table = _files(summary, most)
-    largest = max((file.num_bytes for file in summary.files), default=0)
-    heat = [screen.heat(file.num_bytes, largest) * 4 for file in summary.files]
-    rows = [(*row[:3], shade, row[3]) for row, shade in zip(table.rows, heat, strict=False)]
-    headers = (*table.headers[:3], "", table.headers[3])
-    screen.show(table._replace(headers=headers, rows=rows, align="lrrlr"))
+    screen.show(table)
     if table.left_out:
         screen.line(f"  ... and {table.left_out:,} more; --by file lists all")
 

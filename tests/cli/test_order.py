@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 
 from ckpt_tools import api
 from ckpt_tools.cli import main
+from ckpt_tools.runs.manage import RunManager
 
 LAYERS = list(range(12))
 
@@ -68,3 +70,13 @@ def test_map_of_ranks_and_files_go_by_numbers(tmp_path: Path, sides) -> None:
         "__3_0.distcp",
         "__4_0.distcp",
     ]
+
+
+def test_quarantine_of_one_second_goes_by_step() -> None:
+    leftovers = {f"trash-{step}": f"step-{step}" for step in (100, 10, 9)}
+    run = SimpleNamespace(
+        _settings=SimpleNamespace(quarantine_s=60.0),
+        _folder=SimpleNamespace(age=lambda _: 1.0),
+        _now=SimpleNamespace(leftovers=leftovers),
+    )
+    assert list(RunManager._quarantine(run)) == ["step-9", "step-10", "step-100"]

@@ -630,7 +630,7 @@ def test_what_is_not_a_run_is_refused(tmp_path):
         watch(tmp_path)
     with pytest.raises(UsageError, match="on a disk or in a bucket"):
         api.watch("hf://org/name", once=True)
-    with pytest.raises(UsageError, match="nothing says what to keep"):
+    with pytest.raises(UsageError, match="no rule for what to keep"):
         api.prune(tmp_path)
     assert os.listdir(tmp_path) == []
 
