@@ -78,4 +78,4 @@ BY_TORCH_STORAGE: dict[str, DType] = {d.torch_storage: d for d in _TABLE if d.to
 def dtype_word(dtype: object) -> str:
     """Return what options call a dtype of torch, or its name: `torch.bfloat16` and "bfloat16" are "bf16"."""
     text = str(dtype).removeprefix("torch.")
-    return BY_TORCH_NAME[text].name.lower() if text in BY_TORCH_NAME else text
+    return BY_TORCH_NAME[text].name.lower() if text in BY_TORCH_NAME and BY_TORCH_NAME[text].is_float else text

@@ -14,9 +14,14 @@ import torch
 from library.world import params
 
 import ckpt_tools
+from ckpt_tools.adapters.ecosystems.output import staged
 from ckpt_tools.checkpoint.layout import mesh_text, parse_mesh
 from ckpt_tools.cli import main
+from ckpt_tools.convert.finish import kept_or_discarded
 from ckpt_tools.errors import DestinationExistsError, MissingError, UnreadableError, UsageError
+from ckpt_tools.storage import shared_staging
+from ckpt_tools.storage.claim import claim_directory
+from ckpt_tools.storage.staging import Staging
 
 DEVICE_MESH = SimpleNamespace(mesh_dim_names=("dp_replicate", "dp_shard"), shape=(2, 4))
 UNNAMED = SimpleNamespace(mesh_dim_names=None, shape=(8,))
@@ -76,7 +81,7 @@ def test_dtype_is_one_of_torch_or_its_name(dtype: Any, world: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("dtype", [torch.int8, 3, "bf17"])
 def test_what_is_no_dtype_is_refused_with_those_that_are(dtype: Any, world: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="keep, bf16, f16, f32"):
+    with pytest.raises(UsageError, match=f"'{str(dtype).removeprefix('torch.')}' is not a dtype.*keep, bf16, f16, f32"):
         ckpt_tools.gather(world / "model-dp8", tmp_path / "out", dtype=dtype)
 
 
@@ -227,8 +232,45 @@ def test_destination_that_exists_is_a_file_exists_error(world: Path, tmp_path: P
     assert os.listdir(out) == ["mine"]
 
 
+def test_destination_that_another_ckpt_writes_to_is_refused_as_such(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_staging, "_PATIENCE_S", 0.0)
+    _, lock = claim_directory(str(tmp_path / "out"))
+    try:
+        for write in (
+            lambda: ckpt_tools.gather(world / "model-dp8", tmp_path / "out"),
+            lambda: ckpt_tools.shard(world / "model", tmp_path / "out", mesh=2, part="0/2"),
+            lambda: ckpt_tools.export_lora(world / "adapter", tmp_path / "out"),
+        ):
+            with pytest.raises(DestinationExistsError, match="another ckpt is writing"):
+                write()
+    finally:
+        os.close(lock)
+
+
+def test_destination_that_appears_meanwhile_is_refused_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, begin = tmp_path / "out", Staging.begin
+
+    def late(staging: Staging) -> None:
+        out.mkdir(exist_ok=True)
+        begin(staging)
+
+    monkeypatch.setattr(Staging, "begin", late)
+    lent = staged(str(out), overwrite=False)
+    with pytest.raises(DestinationExistsError, match="the destination exists"):
+        lent.__enter__()
+
+
 def test_command_line_says_the_same_of_both(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(tmp_path / "nowhere")]) == 4
     assert capsys.readouterr().err == f"error: no such file or directory\n   at: {tmp_path}/nowhere\n"
     assert main(["gather", str(world / "model-dp8"), str(world / "model")]) == 5
     assert capsys.readouterr().err.startswith(f"error: the destination exists\n   at: {world}/model\n hint: ")
+
+
+@pytest.mark.parametrize("kind", [MissingError, DestinationExistsError])
+def test_what_is_missing_or_there_in_a_conversion_is_no_fault_of_the_disk(kind: type[Exception]) -> None:
+    sink: Any = SimpleNamespace(destination="out", num_kept=1, is_published=False, discard=lambda: None)
+    with pytest.raises(kind, match="it is so"), kept_or_discarded(sink):
+        raise kind("it is so")

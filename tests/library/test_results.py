@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from dataclasses import replace
+from dataclasses import fields, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,31 @@ from reports.results import FINDINGS, HOSTILE
 
 import ckpt_tools
 from ckpt_tools.checkpoint.entries import Finding
-from ckpt_tools.checkpoint.identity import Identity
+from ckpt_tools.checkpoint.identity import Identity, StepCount
 from ckpt_tools.checkpoint.summarise import summarise
 from ckpt_tools.checks.diff import Change
 from ckpt_tools.results import CheckedResult, Result
+
+
+def _full_identity() -> Identity:
+    """An identity with something in every field: more than are shown."""
+    given: dict[str, Any] = {each.name: HOSTILE for each in fields(Identity)}
+    given |= {each.name: 1 for each in fields(Identity) if "int" in str(each.type)}
+    words = {"format": "hf", "resumable": "no", "whole": "part", "quantisation": HOSTILE[0], "names": HOSTILE[1]}
+    given |= words | {
+        "steps": (StepCount(step=1, files=HOSTILE),),
+        "trainer": "verl",
+        "dtypes": {"F32": 1},
+        "mesh": "m",
+    }
+    return Identity(**given | {"architecture": HOSTILE[2]})
+
 
 MADE: dict[str, Result] = {
     "checkpoint": results.model(500),
     "summary": summarise(results.model(500), path=HOSTILE[0]),
     "identity": Identity(format="hf", architecture=HOSTILE[0], evidence=HOSTILE, components=HOSTILE),
+    "full identity": _full_identity(),
     "verification": results.verification(),
     "difference": results.difference(),
     "stats": results.stats(),
