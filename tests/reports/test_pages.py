@@ -505,7 +505,7 @@ def test_overlay_page_has_the_stored_layout_too(tmp_path, capsys):
     assert _html(capsys, "inspect", shard_model(tmp_path), "--mesh", "dp_shard=3", "--html", page)[0] == 0
     text = _Reader(page.read_bytes()).text
     assert "Mesh (stored)" in text
-    assert "Mesh (planned)" in text
+    assert "Mesh (planned layout, nothing written)" in text
 
 
 def test_report_replaces_nothing_but_reports(tmp_path, capsys):
