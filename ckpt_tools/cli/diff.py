@@ -149,9 +149,8 @@ def _odd(difference: Difference) -> list[Finding]:
     """Return what stands out of a difference: other shapes or dtypes, NaN, changes unlike those of other layers."""
     changes = {change.fqn: change for change in difference.changed}
     sizes = {fqn: change.relative for fqn, change in changes.items() if change.relative is not None}
-    far = dict(outliers(sizes, {fqn: kind_of(fqn) for fqn in sizes}, 1.0))
-    others = "the same weight in other layers by about"
-    found = {fqn: f"changed by {sizes[fqn]:.3g}, {others} {usual:.3g}" for fqn, usual in far.items()}
+    far, others = outliers(sizes, {fqn: kind_of(fqn) for fqn in sizes}, 1.0), "the same weight in other layers by about"
+    found = {fqn: f"changed by {sizes[fqn]:.3g}, {others} {usual:.3g}" for fqn, usual in far}
     found |= {fqn: change.what for fqn, change in changes.items() if change.relative is None}
     return list(gathered(found, "info", "stands-out", "`ckpt stats` shows what it is like in each"))
 

@@ -457,7 +457,8 @@ def build_page(summary: Summary, stored: Summary | None = None) -> page.Page:
     identities = [first.identity] if first.identity is not None else []
     sections = [page.PageSection("Modules", [page.ScriptDrawing("modules", _HOW_MODULES + _RENAMED * renamed)])]
     for number, (each, name) in enumerate(zip(summaries, names, strict=True)):
-        sections += _layout_sections(each, number, f" ({name})" if stored is not None else "", drawn[number])
+        suffix = " (planned layout, nothing written)" if name == "planned" else f" ({name})" * (stored is not None)
+        sections += _layout_sections(each, number, suffix, drawn[number])
     lost = _missing(first)
     sections += page.findings_section(_lost(first), "Missing files")
     sections += [page.PageSection("What it holds", _facts(first, summary)), *_more_sections(first)]
@@ -469,8 +470,8 @@ def build_page(summary: Summary, stored: Summary | None = None) -> page.Page:
         "files": [file.file for file in first.files],
         "missing": [(number, rank_of_file(f.file)) for number, f in enumerate(first.files) if f.file in lost],
     }
-    mood: page.Mood | None = "unknown" if lost else None
-    return page.Page("inspect", first.path, sections, mood, _verdict(first), data, page.identity_titles(identities))
+    titles, verdict = page.identity_titles(identities), _verdict(first)
+    return page.Page("inspect", first.path, sections, "unknown" if lost else None, verdict, data, titles)
 
 
 def _lost(summary: Summary) -> list[Finding]:
@@ -492,12 +493,12 @@ def _verdict(summary: Summary) -> str:
 
 
 def _facts(first: Summary, summary: Summary) -> list[page.Part]:
-    rows = _holds(first, first.names or summary.names)
+    people = {"elements": count_text(first.num_elems), "bytes": format_size(first.total_bytes)}
+    rows = [(name, people.get(name, text)) for name, text in _holds(first, first.names or summary.names)]
     if first is not summary and (planned := _mesh(summary)):
         rows.append(("plan", planned))
-    for each in (first, summary) if first is not summary else (first,):
-        if each.imbalance is not None:
-            rows.append(("fullest rank ÷ mean", f"{each.imbalance:.2f} of {len(each.ranks):,} ranks"))
+    uneven = [each for each in (first, summary)[first is summary :] if each.imbalance is not None]
+    rows += [("fullest rank ÷ mean", f"{each.imbalance:.2f} of {len(each.ranks):,} ranks") for each in uneven]
     return [page.FactList(rows)]
 
 

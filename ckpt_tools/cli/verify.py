@@ -238,4 +238,5 @@ def _rank_map(
     columns = [f"{axis}{'' if axis else '+'}{i}" for i in range(width)]
     legend = "Empty: its files were read, and no error was found. Hatched: all or a part was not read. Dotted: no such "
     legend += "rank. ▲: far more than of the others." + ("" if is_small else " Rows without either are left out.")
-    return page.HeatTable("Errors by rank that wrote the file", "ranks", columns, rows, legend, len(firsts) - len(rows))
+    left_out = len(firsts) - len(rows)
+    return page.HeatTable("Errors, and what was not read, by rank", "ranks", columns, rows, legend, left_out)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from reports import results
 
+from ckpt_tools.checkpoint.entries import Checkpoint
 from ckpt_tools.checks.diff import Change
 from ckpt_tools.cli.views.page import Depth, PageSection
 from ckpt_tools.cli.views.write import build_html
@@ -251,10 +252,16 @@ def test_charts_of_one_nan_many_layers_and_kinds_draw(browser, tmp_path):
         assert browser.get_log("browser") == []
 
 
-def test_repeated_layers_are_one_tile_and_open_on_request(browser, files):
+def test_repeated_layers_are_one_tile_and_open_on_request(browser, files, tmp_path):
     _open(browser, files["plain"])
     tiles = browser.find_elements("css selector", ".tile b")
     assert "0–3 × 4" in [tile.text for tile in tiles]
+    experts = [results.whole(f"layers.{i}.experts.{e}.up", 8, 8) for i in (0, 10, 9) for e in range(12)]
+    stored = Checkpoint(root="m", format="hf", tensors=tuple(experts), files={"model.safetensors": 9000})
+    (tmp_path / "experts.html").write_bytes(build_html(results.build_page(results.summarise(stored, path="m"))))
+    _open(browser, tmp_path / "experts.html")
+    assert {"0–10.experts × 3", "0–11 × 12"} <= {each.text for each in browser.find_elements("css selector", ".tile b")}
+    _open(browser, files["plain"])
     browser.execute_script(
         "[...document.querySelectorAll('.tile')].find(each => each.title.startsWith('0–3 × 4')).click()"
     )

@@ -330,6 +330,8 @@ def test_the_worst_finding_stands_above_everything_but_the_verdict(read):
     info, error = Finding.info("odd", "x", "only told"), Finding.error("bad", "y", "what is wrong")
     text = _Reader(build_html(preflight_page(results.preflight(findings=(info, error))))).text
     assert text.index("what is wrong") < text.index("1 more finding") < text.index("only told")
+    apart = preflight_page(results.preflight(findings=(info,), smoke=results.smoke(findings=(error,))))
+    assert [found for _, found in apart.groups] == [[error], [info]]  # whatever section comes first
 
 
 def test_findings_are_marked_where_they_are_and_lead_back(read):
@@ -505,7 +507,7 @@ def test_overlay_page_has_the_stored_layout_too(tmp_path, capsys):
     assert _html(capsys, "inspect", shard_model(tmp_path), "--mesh", "dp_shard=3", "--html", page)[0] == 0
     text = _Reader(page.read_bytes()).text
     assert "Mesh (stored)" in text
-    assert "Mesh (planned)" in text
+    assert "Mesh (planned layout, nothing written)" in text
 
 
 def test_report_replaces_nothing_but_reports(tmp_path, capsys):

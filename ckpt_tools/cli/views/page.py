@@ -133,7 +133,6 @@ class HeatTable(NamedTuple):
     corner: str
     columns: Sequence[str]
     rows: Sequence[tuple[str, Sequence[Cell | None]]]
-    """(name, cell per column)."""
     legend: str = ""
     left_out: int = 0  # Rows and columns that are not shown, which is said
 

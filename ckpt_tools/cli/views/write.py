@@ -122,7 +122,7 @@ class _Links:
         place = f"place-{self._num_marks}"
         for finding in findings:
             self.places.setdefault(finding, []).append((place, label))
-        more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
+        more = f" (and {len(findings) - 1} more)" * (len(findings) > 1)
         return place, self.numbers.get(findings[0]), findings[0].what + more
 
 

@@ -165,15 +165,15 @@
   const fold = node => {
     if (isLeaf(node)) return node;
     const runs = [];
-    const isNumber = each => /^\d+$/.test(each[0]) && !isLeaf(each);
-    node[2].sort((a, b) => isNumber(a) && isNumber(b) ? a[0] - b[0] : 0);
+    const isNumber = each => /^\d+(\.|$)/.test(each[0]) && !isLeaf(each), tail = each => each[0].replace(/^\d+/, "");
+    node[2].sort((a, b) => isNumber(a) && isNumber(b) ? parseInt(a[0], 10) - parseInt(b[0], 10) : 0);
     for (const each of node[2]) {
-      const run = runs[runs.length - 1], same = isNumber(each) && sign(each);
+      const run = runs[runs.length - 1], same = isNumber(each) && tail(each) + sign(each);
       if (run && same && run.same === same) run.push(each); else runs.push(Object.assign([each], { same }));
     }
     node[2] = runs.flatMap(run => {
       if (run.length < 3) return run.map(fold);
-      const group = [`${run[0][0]}–${run[run.length - 1][0]} × ${run.length}`, run.reduce((sum, each) => sum + each[1], 0), run.map(fold),
+      const group = [`${parseInt(run[0][0], 10)}–${run[run.length - 1][0]} × ${run.length}`, run.reduce((sum, each) => sum + each[1], 0), run.map(fold),
         run.reduce((sum, each) => sum + each[3], 0)];
       alike.set(group, run.length);
       return [group];
@@ -423,7 +423,7 @@
     made.append(...children);
     return made;
   };
-  const say = number => number && (Math.abs(number) < 1e-4 || Math.abs(number) >= 1e5) ? number.toExponential(1).replace("+", "") : String(Number(number.toPrecision(3)));
+  const say = number => number && (Math.abs(number) < 1e-4 || Math.abs(number) >= 1e5) ? number.toExponential(1).replace("+", "").replace(".0e", "e") : String(Number(number.toPrecision(3)));
   const depth = (host, number) => {
     const { along, kinds, rows, pins: named, left_out: [numLayers, numKinds] } = data.depths[number], shown = new Set(kinds.keys());
     const layers = [...new Set(rows.map(row => row[1]))].sort((a, b) => a - b), at = new Map(layers.map((layer, i) => [layer, i]));
@@ -460,11 +460,12 @@
     const redraw = () => {
       [...controls.children].forEach((each, i) => press(each, i === which));
       kinds.forEach((_, k) => press(legend.children[k], shown.has(k)));
-      const width = Math.max(280, frame.clientWidth), high = 240, left = 58, right = width - 14, [, lines, odd] = measures[which];
+      const width = Math.max(280, frame.clientWidth), left = 58, right = width - 14, [, lines, odd] = measures[which];
       const values = lines.flatMap((line, k) => shown.has(k) ? line.filter(each => each !== null) : []);
       let low = values.reduce((a, b) => Math.min(a, b), Infinity), top = values.reduce((a, b) => Math.max(a, b), -Infinity);
       const isLog = low > 0 && top > 30 * low;
-      if (!values.length) [low, top] = [0, 1];
+      const high = values.length ? 240 : 10;  // without a number there are lanes alone
+      if (!values.length) [low, top] = [0, 0];
       else if (!isLog && low > 0 && low < top / 2) low = 0;
       const to = isLog ? Math.log : each => each, span = to(top) - to(low) || Math.abs(to(top)) || 1;
       const words = [...new Set(odd.filter(each => shown.has(each[0])).map(each => each[2]))];
@@ -474,7 +475,7 @@
       if (isLog) {
         const first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(top)), step = Math.ceil((last - first) / 8);
         for (let power = first; power <= last; power += step) for (const by of last - first < 3 ? [1, 2, 5] : [1]) ticks.push(by * 10 ** power);
-      } else {
+      } else if (values.length) {
         const rough = (top - low || top || 1) / 4, unit = 10 ** Math.floor(Math.log10(rough)), step = unit * [1, 2, 5, 10].find(by => by * unit >= rough);
         for (let at = Math.ceil(low / step); at * step <= top * 1.0001; at++) ticks.push(at * step);
       }
