@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 ROOT = Path(__file__).resolve().parents[2]
 _NAMED_BLOCK = re.compile(r"^(```\w+) (?!title=)\S+$", re.MULTILINE)
-_OUTWARDS = re.compile(r"\[([^\]]*)\]\(((?:\.\./)+[^)#\s]*)[^)]*\)")
+_LINK = re.compile(r"\[([^\]]*)\]\(([^)#:\s]+)[^)]*\)")
 _ACRONYM = re.compile(r"^\| ([A-Z]{3,}) \| (.*) \|$", re.MULTILINE)
 MARK = ".built-by-bin-docs"
 _UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"
@@ -29,8 +29,8 @@ _LOADS = {"script": "src", "img": "src", "iframe": "src", "link": "href"}
 def prepare(docs: Path) -> None:
     """Change a copy of docs/ to what a site takes.
 
-    Names of tested blocks go, links into the rest of the repository become text, acronyms get tooltips, pages for
-    developers are left out of the search.
+    Names of tested blocks go, links to folders and to the rest of the repository become text, acronyms get tooltips,
+    pages for developers are left out of the search.
     """
     tips = "".join(f"*[{word}]: {what}\n" for word, what in _ACRONYM.findall((docs / "glossary.md").read_text("utf-8")))
     for page in docs.rglob("*.md"):
@@ -62,9 +62,9 @@ def split_commands(work: Path) -> None:
 def _without_outward_links(text: str, page: Path, docs: Path) -> str:
     def kept(link: re.Match[str]) -> str:
         target = Path(os.path.normpath(page.parent / link[2]))
-        return link[0] if target.is_relative_to(docs) else link[1]
+        return link[0] if target.is_relative_to(docs) and not target.is_dir() else link[1]
 
-    return _OUTWARDS.sub(kept, text)
+    return _LINK.sub(kept, text)
 
 
 class _Page(HTMLParser):

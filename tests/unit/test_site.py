@@ -58,12 +58,14 @@ def test_copy_for_the_site_has_no_names_of_blocks_and_no_links_out_of_it(site: A
     (tmp_path / "page.md").write_text(
         '```python catch\n1\n```\n```python title="a.py"\n```\n[test](../tests/a.py) [one](dev/one.md#a)\n'
     )
-    (tmp_path / "dev" / "one.md").write_text("[up](../page.md) [out](../../SECURITY.md)")
+    (tmp_path / "dev" / "one.md").write_text(
+        "[up](../page.md) [out](../../SECURITY.md) [all](../dev) [web](https://a.b/c)"
+    )
     site.prepare(tmp_path)
     page, one = ((tmp_path / name).read_text() for name in ("page.md", "dev/one.md"))
     assert page.startswith('```python\n1\n```\n```python title="a.py"\n```\ntest [one](dev/one.md#a)\n')
     assert page.endswith("*[DCP]: a directory\n")
-    assert one.startswith("---\nsearch:\n  exclude: true\n---\n[up](../page.md) out")
+    assert one.startswith("---\nsearch:\n  exclude: true\n---\n[up](../page.md) out all [web](https://a.b/c)")
 
 
 def test_every_command_has_a_page_of_its_own_on_the_site(site: Any, tmp_path: Path) -> None:
