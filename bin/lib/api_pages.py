@@ -10,10 +10,10 @@ import re
 import textwrap
 import types
 import typing
-from collections import Counter
 from collections.abc import Callable, Mapping
 
-from ckpt_tools.options import options_of
+from ckpt_tools.cli.commands import COMMANDS
+from ckpt_tools.options import Argument, Option, options_of
 from ckpt_tools.results import CheckedResult, Result
 
 HEAD = """\
@@ -50,9 +50,7 @@ most 20 lines, and a table in notebooks.
 """
 _LEFT_OUT = ("to_json",)  # Methods for other results
 _SECTION = re.compile(r"(Args|Returns|Raises|Yields|Source|Note|Example):")
-_ARGUMENT = re.compile(r"^- `(?!\w+Error`)\w+`: .*\n(?:  .*\n)*", re.MULTILINE)
-SHARED = 2
-"""An argument that so many functions have in the same words is described apart; errors stay where they are raised."""
+_ARGUMENT = re.compile(r"^- `(\w+)`: .*\n(?:  .*\n)*", re.MULTILINE)
 _ENTRY = re.compile(r"(\*{0,2}\w[\w.]*): (.*)")
 WIDTH = 100
 
@@ -144,8 +142,13 @@ def field_docs(kind: type) -> dict[str, str]:
 
 
 def function_entry(name: str, function: Callable[..., object]) -> str:
-    """A function under a heading of its own."""
-    return f"### {name}\n\n```python\ndef {signature(name, function)}\n```\n\n{describe(function.__doc__)}\n"
+    """A function under a heading of its own; what the command line takes as well is described there."""
+    text = describe(function.__doc__)
+    if (command := name.replace("_", "-")) in COMMANDS and hasattr(function, "options"):
+        both = {each.name for each in options_of(function) if isinstance(each.stated, Argument | Option)}
+        text = _ARGUMENT.sub(lambda entry: "" if entry[1] in both else entry[0], text)
+        text = text.replace("**Args**\n", f"**Args**: the options of [`ckpt {command}`](cli.md#ckpt-{command}).\n")
+    return f"### {name}\n\n```python\ndef {signature(name, function)}\n```\n\n{text}\n"
 
 
 def _default(field: dataclasses.Field[object]) -> str:
@@ -194,25 +197,6 @@ def results_of(members: Mapping[str, object], *, checked: bool) -> str:
     return ", ".join(f"`{name}`" for name, kind in kinds.items() if issubclass(kind, CheckedResult) is checked)
 
 
-def with_shared(entries: dict[str, str]) -> tuple[list[str], str]:
-    """Functions whose arguments of many are only named, and the list of these; by text, so that both say the same."""
-    count = Counter(argument for text in entries.values() for argument in _ARGUMENT.findall(text))
-    shared = {
-        argument: name
-        for argument, number in count.items()
-        if number >= SHARED
-        for name in [argument[3:].split("`")[0]]
-    }
-    texts = []
-    for text in entries.values():
-        known = [f"`{shared[each]}`" for each in _ARGUMENT.findall(text) if each in shared]
-        rest = _ARGUMENT.sub(lambda each: "" if each[0] in shared else each[0], text)
-        line = textwrap.fill(f"Shared: {', '.join(known)}.", 116, break_on_hyphens=False) + "\n"
-        head, _, tail = rest.partition("\n**Raises**")
-        texts.append(f"{head.rstrip()}\n\n{line}{'' if not tail else f'{chr(10)}**Raises**{tail}'}" if known else text)
-    return texts, "".join(sorted(shared))
-
-
 def render() -> str:
     """The whole page: functions first, then types, each in the order of `__all__`."""
     import ckpt_tools
@@ -224,12 +208,9 @@ def render() -> str:
     head = HEAD.format(
         names=names_table(verbs), checked=results_of(members, checked=True), plain=results_of(members, checked=False)
     )
-    entries = {name: function_entry(name, member) for name, member in members.items() if inspect.isfunction(member)}
-    functions, shared = with_shared(entries)
+    functions = [function_entry(name, member) for name, member in members.items() if inspect.isfunction(member)]
     types = [f"### {name}\n\n{describe_class(member)}\n" for name, member in members.items() if inspect.isclass(member)]
     from ckpt_tools.runs.hook import BadCheckpointError, Tending
 
     hooks = [f"### {kind.__name__}\n\n{describe_class(kind)}\n" for kind in (Tending, BadCheckpointError)]
-    return "\n".join(
-        [head, "## Shared arguments\n", shared, "## Functions\n", *functions, "## Types\n", *types, HOOKS, *hooks]
-    )
+    return "\n".join([head, "## Functions\n", *functions, "## Types\n", *types, HOOKS, *hooks])
