@@ -18,7 +18,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Every option can come from the environment: a tester's own settings must not steer the tests.
-for _name in [name for name in os.environ if name.startswith("CKPT_")]:
+for _name in [name for name in os.environ if name.startswith("CKPT_") or name == "COLUMNS"]:
     del os.environ[_name]
 
 # A job that a script starts in the background ignores Ctrl-C, and so would every process that a test starts.
