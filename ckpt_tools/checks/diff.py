@@ -298,7 +298,7 @@ def _compare_bytes(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source) -> st
         count += found
     if first is None:
         raise CkptError(f"{x.fqn}: the digests differ but the bytes do not: a source changed meanwhile")
-    return f"values differ in {count} of {x.num_elems} elements, first at {first}"
+    return f"values differ in {count:,} of {x.num_elems:,} elements, first at {first}"
 
 
 def _update(x: TensorEntry, one: Opened, y: TensorEntry, other: Opened) -> Update:
@@ -328,4 +328,4 @@ def _compare_numbers(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source, ato
                 worst = max(worst, float(np.nan_to_num(np.abs(one - other)[far], nan=np.inf, posinf=np.inf).max()))
     if not count:
         return None
-    return f"values differ by up to {worst:g} in {count} of {x.num_elems} elements"
+    return f"values differ by up to {worst:g} in {count:,} of {x.num_elems:,} elements"

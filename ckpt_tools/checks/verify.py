@@ -186,7 +186,7 @@ def find_causes(
             names = {each.tensor for each in named}
             facts = [
                 escape_name(place),
-                f"{len(names)} of {counted(num_tensors, 'tensor')}" if names else f"{counted(len(group), 'finding')}",
+                f"in {len(names)} of {counted(num_tensors, 'tensor')}" if names else counted(len(group), "finding"),
             ]
             if code in ("missing-file", "short-file") and place in lost:
                 facts.append(f"{format_size(lost[place])} of {format_size(total)}")

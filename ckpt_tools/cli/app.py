@@ -70,7 +70,7 @@ def _guarded(name: str, command: Callable[..., int]) -> Callable[..., int]:
 
 
 def _to_help(hint: str | None, command: str) -> str:
-    return " ".join(filter(None, (hint, f"See {command} --help")))
+    return f"{hint} See {command} --help" if hint else f"see {command} --help"
 
 
 def _quickly(params: list[Any], texts: Collection[str] = ()) -> list[Any]:
@@ -103,6 +103,10 @@ def _refused(error: typer.TyperException, ctx: Any) -> UsageError:  # noqa: ANN4
         longer = [flag for flag in flags if flag.startswith(option) and len(option) > 3]
         hint = f"did you mean {longer[0]}?" if longer else did_you_mean(option, flags)
         hint = hint or (None if ctx.parent else f"options follow a command: ckpt COMMAND {option}.")
+    if what.startswith("Missing argument"):
+        needed = [each for each in ctx.command.get_params(ctx) if isinstance(each, TyperArgument) and each.required]
+        words = " ".join(f"{each.metavar}{'...' * (each.nargs != 1)}" for each in needed)
+        hint = f"usage: {ctx.command_path} [OPTIONS] {words}."
     return UsageError(what[:1].lower() + what[1:].rstrip("."), hint=_to_help(hint, ctx.command_path))
 
 
@@ -237,7 +241,7 @@ def _run_command(argv: list[str]) -> int:
             print_error(error, as_json=as_json)
         return error.exit_code
     except CkptError as error:
-        if verbose:
+        if verbose and not isinstance(error, UsageError):
             import traceback
 
             note(traceback.format_exc())

@@ -116,7 +116,7 @@ def _print_verdict(screen: Screen, result: Estimate, *, quiet: bool) -> None:
     if result.fits is not None:
         screen.line(_verdict(result))
     if result.fits:
-        screen.line(f"recommended: {result.recommendation}")
+        screen.line(f"{'recommended' if len(result.cases) > 1 else 'tried'}: {result.recommendation}")
         return
     for proposal in () if quiet else result.proposals:
         found = proposal.estimate

@@ -130,7 +130,7 @@ def _stands_out(summary: Summary) -> Iterator[str]:
     identity, ranks = summary.identity, summary.ranks
     if identity is not None:
         part = f"a part, on purpose ({identity.chosen})" if identity.chosen else "a PART"
-        yield from (f"{part}: {why}" for why in identity.evidence if identity.whole == "part")
+        yield from (f"{part}: {why}" for why in identity.evidence if identity.whole == "part" and not missing)
         if len(identity.steps) > 1:
             yield "of several steps: " + "; ".join(f"step {one.step}: {first_few(one.files)}" for one in identity.steps)
         yield from (f"{_RESUMES[identity.resumable]}: {why}" for why in identity.reasons)
@@ -173,7 +173,7 @@ def _mesh(summary: Summary) -> str | None:
 def _evenness(summary: Summary) -> str | None:
     if summary.imbalance is None:
         return None
-    return f"{len(summary.ranks):,} wrote, fullest rank ÷ mean {summary.imbalance:.2f}"
+    return f"{len(summary.ranks):,}, fullest rank ÷ mean {summary.imbalance:.2f}"
 
 
 def _missing(summary: Summary) -> list[str]:
@@ -184,7 +184,7 @@ def _render_ranks(summary: Summary, screen: Screen) -> None:
     if not summary.ranks:
         screen.section("ranks: the names of these files carry none; see --by file")
         return
-    screen.section(f"ranks: {_evenness(summary) or f'{len(summary.ranks):,} wrote'}")
+    screen.section(f"ranks: {_evenness(summary) or f'{len(summary.ranks):,}'}")
     mean = sum(rank.num_bytes for rank in summary.ranks) / len(summary.ranks)
     most = max(rank.num_bytes for rank in summary.ranks)
     if len(summary.ranks) > FOLD_ABOVE:

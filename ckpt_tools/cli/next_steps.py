@@ -24,30 +24,30 @@ from ckpt_tools.text import escape_name
 _FILES = ("safetensors", "pt", "pth", "bin", "ckpt")
 _MAX_SMOKE = 10**9  # Parameters of a model that is tried on any machine
 _HOW_TO_OPEN = {"component": "--component", "format": "--from", "shapes_from": "--shapes-from"}
-_WHOLE = "is every byte whole?|verify SRC HOW"
+_WHOLE = "check every byte|verify SRC HOW"
 _VALUES = (
-    "are all values finite?|verify SRC --level values HOW",
-    "for 8 FSDP2 ranks|shard SRC NEW-dcp --mesh dp_shard=8 HOW",
+    "check bytes and values|verify SRC --level values HOW",
+    "shard for 8 ranks|shard SRC NEW-dcp --mesh dp_shard=8 HOW",
 )
-_RANKS = "for other ranks|reshard SRC NEW-resharded --mesh dp_shard=RANKS HOW"
+_RANKS = "convert for other ranks|reshard SRC NEW-resharded --mesh dp_shard=RANKS HOW"
 _NEXT: Mapping[str, Sequence[str]] = {
-    "models": ("one model of it|inspect SRC --component ONE", _WHOLE, "the values of each|stats SRC"),
-    "hollow": ("the shapes of its tensors|inspect SRC --tensors HOW",),
-    "damaged": ("what is wrong with it|verify SRC HOW",),
-    "adapter": ("will its loader take it? (--base DIR: in its model?)|check-lora SRC", _WHOLE),
+    "models": ("show one model of it|inspect SRC --component ONE", _WHOLE, "measure the values|stats SRC"),
+    "hollow": ("list the tensors|inspect SRC --tensors HOW",),
+    "damaged": ("find what is wrong|verify SRC HOW",),
+    "adapter": ("check it (with --base DIR: against its model)|check-lora SRC", _WHOLE),
     "peft": (
-        "will its loader take it?|check-lora SRC --base BASE",
-        "written anew for PEFT|export-lora SRC NEW-peft --to peft --base BASE",
-        "merged into its model|merge-lora BASE SRC NEW-merged",
+        "check it against its model|check-lora SRC --base BASE",
+        "write it for PEFT|export-lora SRC NEW-peft --to peft --base BASE",
+        "merge it into its model|merge-lora BASE SRC NEW-merged",
     ),
-    "one of several": ("the whole model|inspect DIR",),
-    "part": ("its values|stats SRC HOW", "the part as safetensors|gather SRC NEW-hf --as-part HOW"),
+    "one of several": ("show the whole model|inspect DIR",),
+    "part": ("measure its values|stats SRC HOW", "convert the part|gather SRC NEW-hf --as-part HOW"),
     "state": (_WHOLE, _RANKS),
-    "sharded": (_WHOLE, "as one model|gather SRC NEW-hf HOW", _RANKS),
-    "sharded without a config": (_WHOLE, "as one model (--assets DIR: its config)|gather SRC NEW-hf HOW", _RANKS),
-    "small model": (*_VALUES, "does it train?|smoke SRC"),
-    "model": (*_VALUES, "memory of a rank|estimate SRC --mesh dp_shard=8"),
-    "weights": (*_VALUES, "what its values are like|stats SRC HOW"),
+    "sharded": (_WHOLE, "convert to one model|gather SRC NEW-hf HOW", _RANKS),
+    "sharded without a config": (_WHOLE, "convert (--assets DIR: its config)|gather SRC NEW-hf HOW", _RANKS),
+    "small model": (*_VALUES, "try a few training steps|smoke SRC"),
+    "model": (*_VALUES, "estimate the memory|estimate SRC --mesh dp_shard=8"),
+    "weights": (*_VALUES, "measure the values|stats SRC HOW"),
 }
 """Kind → what a command does, and its words; those in capitals stand for others."""
 
@@ -75,7 +75,7 @@ def next_commands(summary: Summary, given: Mapping[str, object]) -> list[NextCom
 
     lines = _NEXT[_kind(summary, identity, base, whole, how)]
     if any(text.startswith(("dangerous", "unknown")) for text in identity.executables):
-        lines = ("what its files would run|scan SRC", *lines[:2])
+        lines = ("list what its files would run|scan SRC", *lines[:2])
     split = (line.partition("|") for line in lines)
     return [
         NextCommand(" ".join(["ckpt", *map(quote, chain(*map(fill, text.split())))]), what) for what, _, text in split
@@ -126,15 +126,13 @@ def _whole_of(source: str) -> str:
 
 
 def _new_path(source: str, what: str) -> str:
-    """Return a path that does not exist, for what is made of `source`: next to it, or here."""
-    plain = source.rstrip("/") if is_remote(source) else os.path.normpath(source.removeprefix("file://"))
-    name, directory = os.path.basename(plain), "" if is_remote(source) else os.path.dirname(plain)
-    if name in (".", ".."):
-        name, directory = os.path.basename(os.path.abspath(plain)), os.path.normpath(os.path.join(plain, ".."))
+    """Return a path that does not exist, for what is made of `source`: here, not in the folder of a run."""
+    plain = source.rstrip("/") if is_remote(source) else os.path.abspath(source.removeprefix("file://"))
+    name = os.path.basename(plain)
     stem, _, end = name.rpartition(".")
-    if is_remote(source) or not os.access(directory or ".", os.W_OK):
-        directory = ""
-    first = os.path.join(directory or "." * name.startswith("-"), f"{stem if end in _FILES else name}-{what}")
+    is_inside = not is_remote(source) and os.path.join(os.getcwd(), "").startswith(os.path.join(plain, ""))
+    directory = os.path.normpath(os.path.join(source, "..")) if is_inside else "." * name.startswith("-")
+    first = os.path.join(directory, f"{stem if end in _FILES else name}-{what}")
     return next(path for path in (first, *(f"{first}-{n}" for n in range(2, 1000))) if not os.path.lexists(path))
 
 

@@ -151,12 +151,12 @@ class Estimate(CheckedResult):
         fitting = [case.case.cost[0] for case in self.cases if case.fits]
         least = ", then the least gathering of parameters" * (fitting.count(best.case.cost[0]) > 1)
         why = f"; the least recomputation that fits{least}" if len(fitting) > 1 else "; the only one that fits"
-        return self._need(best) + why * (len(self.cases) > 1)
+        return self._need(best) + (why if len(self.cases) > 1 else "; --strategy all compares the others")
 
     def _need(self, found: CaseEstimate) -> str:
         sizes = (found.per_rank.peak, found.margin.total, self.gpu_memory or 0)
         label = found.case.label.replace(" + checkpointing", " with activation checkpointing")
-        held = "peak {} GB and margin {} GB of {} GB".format(*(f"{size / 10**9:.3g}" for size in sizes))
+        held = "peak {} and margin {} of {}".format(*map(format_size, sizes))
         return f"{label} on {found.case.mesh}: {held}"
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from ckpt_tools.options import AnyPath, Argument, Doc, Option, common
 
@@ -55,7 +55,7 @@ class ExportOptions:
         int | None,
         Option("Rank for what the format cannot express exactly; the error is reported.", metavar="R", min=1),
     ] = None
-    dtype: common.DTypeName = "keep"
+    dtype: Annotated[str | Any, Option("Dtype of the adapter's tensors.", metavar="keep|bf16|f16|f32")] = "keep"
     include: common.Include = ()
     exclude: common.Exclude = ()
     strict: Strict = False

@@ -75,7 +75,7 @@ class RenameOptions(WritingOptions):
 class CommitOptions:
     """The options of `commit`."""
 
-    destination: common.Destination = field(kw_only=False)
+    destination: Annotated[AnyPath, Argument("Destination of the parts.", "DST")] = field(kw_only=False)
     progress: common.Progress = None
 
 

@@ -94,7 +94,7 @@ class PushFields:
         Option("Files to upload (repeatable). Without a slash, names in every directory match.", metavar="GLOB"),
     ] = ()
     exclude: Annotated[Sequence[str], Option("Files to skip (repeatable).", metavar="GLOB")] = ()
-    keep_pickles: common.KeepPickles = False
+    keep_pickles: Annotated[bool, Option("Upload pickles and code as well, which can run when loaded.")] = False
     delete_stale: Annotated[bool, Option("Delete weights beside the new ones that only the hub has.")] = False
     check: Annotated[
         CheckLevel,
@@ -104,9 +104,9 @@ class PushFields:
         default=None, repr=False
     )
     endpoint: Endpoint = None
-    dry_run: Annotated[bool, Option("Print the plan (new, changed, unchanged files); upload nothing.", short="-n")] = (
-        False
-    )
+    dry_run: Annotated[
+        bool, Option("Print the plan, compared with the hub (needs a token); upload nothing.", short="-n")
+    ] = False
     num_workers: common.NumWorkers = None
     progress: common.Progress = None
     log: Annotated[Callable[[str], None] | None, Doc("Called with a line of text before each slow step.")] = None

@@ -50,7 +50,7 @@ class PruneOptions(KeepOptions):
         Sequence[str], Option("Checkpoint to restore from quarantine, or all (repeatable).", metavar="NAME|all")
     ] = ()
     settle: Quiet = 10.0
-    dry_run: common.DryRun = False
+    dry_run: Annotated[bool, Option("Print what would go, and why the rest stays; remove nothing.", short="-n")] = False
     say: Annotated[Say | None, Doc("Called with a line of text for all that is done.")] = None
 
 

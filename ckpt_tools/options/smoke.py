@@ -41,7 +41,7 @@ class SmokeFields:
     param_dtype: Annotated[str, Option("Mixed precision: compute dtype.", metavar="keep|bf16|f16|f32")] = "keep"
     reduce_dtype: Annotated[
         str,
-        Option("Mixed precision: dtype of the gradient average (default: --param-dtype).", metavar="keep|bf16|f16|f32"),
+        Option("Mixed precision: dtype of the gradient average; keep: --param-dtype.", metavar="keep|bf16|f16|f32"),
     ] = "keep"
     lora: Annotated[bool, Option("Freeze the model; train LoRA adapters on its linear layers.")] = False
     adapter: Annotated[str, Option("With --lora: kind of the adapters.", metavar="|".join(ADAPTERS))] = "lora"

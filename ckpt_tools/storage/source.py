@@ -20,6 +20,8 @@ from ckpt_tools.errors import CkptError, LimitError, MissingError, StorageError,
 from ckpt_tools.storage import safe_open
 from ckpt_tools.text import is_plain_path
 
+LOST_HINT = "ckpt verify lists what is lost with it; restore the file, or use another copy"
+
 # Read a small document that a user names by its path: a config, rules. Never waits, never reads without end
 
 _KINDS = {
@@ -290,7 +292,7 @@ class LocalSource(Source):
             descriptor = self._open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
             status = os.fstat(descriptor)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise UnreadableError("a file is missing", where=self.label(file)) from error
+            raise UnreadableError("a file is missing", where=self.label(file), hint=LOST_HINT) from error
         except OSError as error:
             if error.errno in (errno.EXDEV, errno.ELOOP):  # or a link came to be since its path was resolved
                 what = "a symbolic link leads in a circle, or was changed meanwhile"

@@ -24,7 +24,7 @@ from ckpt_tools.checkpoint.formats.torch_zip import check_archive, item_ends, pa
 from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import Source
-from ckpt_tools.text import counted, escape_name, natural_key
+from ckpt_tools.text import escape_name, natural_key
 
 METADATA_LIMITS = DEFAULT_LIMITS  # How much a `.metadata` may ask for; looked up whenever one is opened
 
@@ -174,7 +174,7 @@ class Dcp(Format):
             single_names=parsed.single_names if manifest is None else 0,
             flattened=parsed.flattened,
             lost=tuple(sorted(used - files.keys(), key=natural_key)),
-            complete="" if used - files.keys() else f"each of its {counted(len(used), 'file')} is there",
+            complete="" if used - files.keys() else f"no file of {METADATA_NAME} is missing: {len(used):,}",
         )
 
     def heads(self, entry: TensorEntry) -> Iterable[tuple[str, int, int]]:

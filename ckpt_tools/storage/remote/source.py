@@ -17,7 +17,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from ckpt_tools.errors import CkptError, LimitError, UnreadableError
-from ckpt_tools.storage.source import MAX_FILES, MAX_LISTED_DEPTH, Source, T, short_file
+from ckpt_tools.storage.source import LOST_HINT, MAX_FILES, MAX_LISTED_DEPTH, Source, T, short_file
 from ckpt_tools.text import is_plain_path
 
 # Bytes of remote files that were fetched and may be asked for again; what was used least recently goes first
@@ -228,7 +228,8 @@ class RemoteSource(Source):
     def _facts(self, file: str) -> RemoteFile:
         facts = self.files().get(file)
         if facts is None:
-            raise UnreadableError("a file is missing", where=self.label(file)) from FileNotFoundError(file)
+            where = self.label(file)
+            raise UnreadableError("a file is missing", where=where, hint=LOST_HINT) from FileNotFoundError(file)
         self._used.add(file)
         return facts
 
