@@ -95,11 +95,11 @@ class Case(TrainingOptions):
     def assumptions(self) -> tuple[str, ...]:
         """What is assumed of a run that nobody has seen."""
         said = (
-            (self.compile, "torch.compile is counted as eager: the run keeps fewer activations"),
-            (self.fp8, "float8 layers are counted in the compute dtype"),
-            (self.num_expert_ranks > 1, "tokens are assumed to go to experts evenly"),
-            (self.mesh.size("cp") > 1, "keys and values that context parallelism passes around are not counted"),
-            (self.offload_optimizer, "the optimizer's state is on the device during the step"),
+            (self.compile, "torch.compile is estimated as eager execution; the run keeps fewer activations"),
+            (self.fp8, "float8 layers are estimated in the compute dtype"),
+            (self.num_expert_ranks > 1, "assumes that tokens are spread evenly over the experts"),
+            (self.mesh.size("cp") > 1, "keys and values exchanged by context parallelism are not counted"),
+            (self.offload_optimizer, "the optimizer state is counted as on the device during the step"),
         )
         return tuple(text for holds, text in said if holds)
 

@@ -169,11 +169,11 @@ def notes_of(recipe: Recipe, seq_len: int) -> tuple[str, ...]:
     if batch is not None:
         shapes = {name: value.shape for name, value in batch.items() if isinstance(value, torch.Tensor)}
         shown = ", ".join(f"{name} {'×'.join(map(str, dims))}" for name, dims in shapes.items() if len(dims) > 2)
-        return (f"{seq_len} tokens a sample, text included: {shown}",)
+        return (f"{seq_len} tokens per sample, text included: {shown}",)
     notes = list(recipe.notes_on(recipe.batch(model, 0)))
     positions = max_positions(getattr(model, "config", None))
     if positions is not None and positions < seq_len:
-        notes.append(f"the config has only {positions} positions for {seq_len} tokens")
+        notes.append(f"the config has {positions} positions, fewer than the {seq_len} tokens of a sample")
     return tuple(notes)
 
 
@@ -252,7 +252,7 @@ def cut_layers(model: nn.Module, mesh: DeviceMesh, case: Case) -> None:
     tp = mesh[TP_AXIS]
     plan = getattr(model, "tp_plan", None)
     if not isinstance(plan, Mapping) or not plan:
-        raise UntrackedError(f"{type(model).__name__} has no tensor-parallel plan of its own")
+        raise UntrackedError(f"{type(model).__name__} defines no tensor-parallel plan")
     if any(hasattr(module, "kv_b_proj") for module in model.modules()):
         plan = _LATENT_ATTENTION | dict(plan)
     ties = tied_groups(model)
@@ -346,7 +346,7 @@ def cut_experts(model: nn.Module, mesh: DeviceMesh, case: Case, policy: Policy) 
     for name, module in list(experts_of(model)):
         num = int(module.num_experts)  # type: ignore[arg-type]
         if num % ranks:
-            raise UsageError(f"{ranks} ranks do not divide {num} experts", where=name)
+            raise UsageError(f"{num} experts are not divisible by {ranks} ranks", where=name)
         if ranks == 1:
             block = model.get_submodule(name.rpartition(".")[0])
             _cut_inner(module, tp, name)
@@ -375,7 +375,7 @@ def _cut_inner(module: nn.Module, tp: int, name: str) -> None:
             continue
         dims = [dim for dim in (1, 2) if parameter.shape[dim] != hidden]
         if hidden is None or len(dims) != 1 or parameter.shape[dims[0]] % tp:
-            raise UntrackedError(f"it is not known how tp={tp} cuts {name} of shape {tuple(parameter.shape)}")
+            raise UntrackedError(f"how tp={tp} shards {name} is not known; its shape is {tuple(parameter.shape)}")
         rest = parameter.detach().narrow(dims[0], 0, parameter.shape[dims[0]] // tp).contiguous()
         setattr(module, key, nn.Parameter(rest, requires_grad=parameter.requires_grad))
 

@@ -72,7 +72,7 @@ def figures_from_counts(*, params: int, layers: int, hidden: int, vocab: int | N
     inner = (each - attention - 2 * hidden) // (3 * hidden)
     if inner < 1:
         raise UsageError(
-            f"{params} parameters are too few for {layers} layers of width {hidden} and {rows} words",
+            f"{params} parameters are too few for {layers} layers of width {hidden} and a vocabulary of {rows}",
             hint="check --layers and --hidden, or add --vocab",
         )
     block = Block(
@@ -102,8 +102,8 @@ def figures_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[Figures,
     kinds = [(dict(parts), count) for (_, parts), count in looks.items() if count > 1]
     if not kinds:
         raise UsageError(
-            "no repeated blocks in these tensors, so it is not known what FSDP would wrap",
-            hint="write --params, --layers and --hidden instead",
+            "these tensors contain no repeated blocks, so what FSDP would wrap is not known",
+            hint="use --params, --layers and --hidden instead",
         )
     notes: list[str] = []
     blocks = []
@@ -112,7 +112,7 @@ def figures_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[Figures,
         blocks.append(block_of(parts.values(), count, matrices))
         deep = sum(math.prod(shape) for shape in parts.values() if len(shape) > 2)
         if 2 * deep > blocks[-1].params:
-            notes.append("more than half of a block is not a matrix: its activations are not in the formula")
+            notes.append("more than half of a block is not matrices, and the formula leaves out its activations")
     hidden = blocks[0].hidden
     rows = [(name, shape[0]) for name, shape in shapes.items() if len(shape) == 2]
     vocab = next((num for pattern in (_OUTPUT, _EMBEDDING) for name, num in rows if pattern.search(name) and num), 0)

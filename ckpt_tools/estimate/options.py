@@ -45,7 +45,7 @@ class EstimateOptions(EstimateFields):
                 refuse_other(getattr(self, name), DTYPE_BYTES, "a dtype", f"--{name.replace('_', '-')}")
         if self.optimizer not in OPTIMIZERS:
             raise UsageError(
-                f"the state of {self.optimizer!r} is not known", hint=f"--optimizer takes {', '.join(OPTIMIZERS)}"
+                f"unknown optimizer {self.optimizer!r}", hint=f"--optimizer must be one of {', '.join(OPTIMIZERS)}"
             )
         if self.rank is not None and self.rank < 1:
             raise UsageError(f"--lora-rank must be at least 1, got {self.rank}", hint="for example --lora-rank 16")
@@ -75,10 +75,10 @@ class EstimateOptions(EstimateFields):
         if self.gpu is not None:
             found = gpu_bytes(self.gpu)
             if found is None or self.gpu_memory is not None:
-                both = "--gpu and --gpu-memory both say how large the device is"
+                both = "--gpu and --gpu-memory both set the device memory"
                 raise UsageError(
-                    f"the device {self.gpu!r} is not known" if found is None else both,
-                    hint=f"--gpu takes {', '.join(GPUS)}; or give its size: --gpu-memory 80GB",
+                    f"unknown device {self.gpu!r}" if found is None else both,
+                    hint=f"--gpu must be one of {', '.join(GPUS)}; or give the memory: --gpu-memory 80GB",
                 )
             return found
         return parse_size(self.gpu_memory) if isinstance(self.gpu_memory, str) else self.gpu_memory
@@ -106,19 +106,19 @@ def _check_case(case: Case) -> None:
     )
     for option, is_given, has_axis, axis in needs:
         if is_given and not has_axis:
-            raise UsageError(f"{option} needs a mesh with the axis {axis}", hint=f"add {axis}=N to --mesh")
+            raise UsageError(f"{option} needs a mesh with a {axis} axis", hint=f"add {axis}=N to --mesh")
     refuse_other(case.schedule, SCHEDULES, "a schedule", "--schedule")
     if case.loss_parallel and case.fused_loss:
-        raise UsageError("--loss-parallel and --fused-loss are two ways to compute the loss", hint="drop one of them")
+        raise UsageError("--loss-parallel and --fused-loss exclude each other", hint="drop one of them")
     if case.activation_checkpointing and case.selective_checkpointing:
-        raise UsageError("--selective-checkpointing recomputes less than --activation-checkpointing", hint="drop one")
+        raise UsageError("--selective-checkpointing and --activation-checkpointing exclude each other", hint="drop one")
     if case.num_micro_batches > case.batch_size:
-        raise UsageError(f"{case.num_micro_batches} micro-batches cannot be made of {case.batch_size} samples")
+        raise UsageError(f"{case.num_micro_batches} micro-batches exceed the batch size of {case.batch_size}")
     ranks = case.live_mesh.size("dp_shard") * tp
     if case.num_expert_ranks > 1 and (case.strategy == "no_shard" or ranks % case.num_expert_ranks):
         raise UsageError(
-            f"experts cannot be cut over {case.num_expert_ranks} of {ranks} ranks",
-            hint="--expert-parallel divides the ranks of dp_shard × cp × tp",
+            f"experts cannot be sharded over {case.num_expert_ranks} of {ranks} ranks",
+            hint="choose an --expert-parallel that divides dp_shard × cp × tp",
         )
 
 
@@ -151,16 +151,14 @@ def _check_count(option: str, value: int) -> None:
 
 def _check_world(world: int) -> None:
     if not 1 <= world <= MAX_WORLD_SIZE:
-        raise UsageError(f"--world-size must be 1 to {MAX_WORLD_SIZE}, got {world}")
+        raise UsageError(f"--world-size must be between 1 and {MAX_WORLD_SIZE}, got {world}")
 
 
 def parse_strategy(text: str) -> str:
     """Return one of `STRATEGIES`, or hybrid_shard_zero2, for any spelling of it."""
     name = find_strategy(text)
     if name is None:
-        raise UsageError(
-            f"{text!r} is not a strategy", hint=f"the strategies are {', '.join(STRATEGIES)}; all is all of them"
-        )
+        raise UsageError(f"unknown strategy {text!r}", hint=f"choose from {', '.join(STRATEGIES)}, or all")
     return name
 
 
@@ -230,9 +228,9 @@ def mesh_for(strategy: str, given: Mesh | None, world: int, *, strict: bool) -> 
     if given is not None and strict and dp and not (strategy == "no_shard" and len(dp) == 1):
         names = ", ".join(name for name, _ in dp)
         raise UsageError(
-            f"{strategy} needs {' and '.join(wanted)}, and the mesh has {names}",
+            f"{strategy} needs {' and '.join(wanted)}, but the mesh has {names}",
             where=f"--mesh {given}",
-            hint=f"write for example {','.join(f'{name}=2' for name in wanted)}, or drop --strategy",
+            hint=f"use for example --mesh {','.join(f'{name}=2' for name in wanted)}, or drop --strategy",
         )
     num = world
     for _, size in tail:
@@ -240,6 +238,6 @@ def mesh_for(strategy: str, given: Mesh | None, world: int, *, strict: bool) -> 
     if not strategy.startswith("hybrid"):
         return Mesh(((wanted[0], num), *tail))
     if num % 2:
-        raise UsageError(f"hybrid_shard needs an even number of ranks, not {num}", hint="or give --mesh")
+        raise UsageError(f"hybrid_shard needs an even number of ranks, got {num}", hint="or add --mesh")
     shard = NODE_SIZE if num > NODE_SIZE and num % NODE_SIZE == 0 else num // 2
     return Mesh((("dp_replicate", num // shard), ("dp_shard", shard), *tail))

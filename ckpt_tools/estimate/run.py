@@ -28,7 +28,7 @@ from ckpt_tools.storage.locations import exists, is_directory, is_file, likely
 from ckpt_tools.text import escape_name
 
 ESTIMATE = "ckpt_tools.estimate.run:estimate_in_child"
-_NO_CONFIG = "there is no config.json, so there is nothing to run"
+_NO_CONFIG = "there is no config.json, so there is no model to run"
 
 
 @takes(EstimateOptions, 'ckpt_tools.estimate("model", mesh=8, gpu_memory="80GB").fits', "True")
@@ -52,7 +52,7 @@ def estimate(options: EstimateOptions) -> Estimate:
     else:
         with start_estimate(options) as child:
             result = child.result(None)
-    notes = (f"estimated is {which}", *result.notes) if which else result.notes
+    notes = (f"estimated: {which}", *result.notes) if which else result.notes
     return replace(result, notes=notes, seconds=time.perf_counter() - start)
 
 
@@ -110,12 +110,12 @@ def _find_figures(options: EstimateOptions) -> tuple[str, Figures, tuple[str, ..
     """Return the name, the figures and what they leave open, of a model without a config."""
     if options.path is None:
         if options.num_params is None or options.layers is None or options.hidden is None:
-            raise UsageError("the size of the model is not given", hint="--params, --layers and --hidden")
+            raise UsageError("the size of the model is not given", hint="add --params, --layers and --hidden")
         figures = figures_from_counts(
             params=options.num_params, layers=options.layers, hidden=options.hidden, vocab=options.vocab
         )
         title = f"{options.layers} layers of width {options.hidden}"
-        return title, figures, ("a decoder like Llama's is assumed: gated feed-forward network, two embeddings",)
+        return title, figures, ("assumes a Llama-like decoder: gated feed-forward network, untied head",)
     try:
         with open_path(options.path, as_part=True) as opened:
             identity = opened.identity
@@ -125,9 +125,9 @@ def _find_figures(options: EstimateOptions) -> tuple[str, Figures, tuple[str, ..
             error.hint = SIZES_HINT
         raise
     figures, notes = figures_from_shapes(shapes)
-    kinds = ", ".join(f"{block.count} of {block.params:,} parameters" for block in figures.blocks)
+    kinds = ", ".join(f"{block.count} × {block.params:,} parameters" for block in figures.blocks)
     title = f"{escape_name(options.path)}: {identity.title}; {len(shapes)} tensors, blocks: {kinds}"
-    return title, figures, ("sizes are those of the checkpoint's tensors", *notes)
+    return title, figures, ("sizes come from the checkpoint's tensors", *notes)
 
 
 # From cases to an estimate: formula and tracker side by side, what fits, and what to change when nothing does
@@ -174,12 +174,12 @@ def judge(
     fits = memory.peak + margin.total <= gpu_memory
     is_doubtful = case.offload and (case.quantize is not None or not is_tracked)
     if fits and is_doubtful and memory.peak * OFFLOAD_UNDERESTIMATE + margin.total > gpu_memory:
-        return None, f"with offload the estimate is as low as 1/{OFFLOAD_UNDERESTIMATE} of what was measured elsewhere"
+        return None, f"with offload the estimate can be {OFFLOAD_UNDERESTIMATE} times lower than what others measured"
     is_special = case.sequence_parallel or case.fused_loss or case.mesh.size("pp") > 1
     if fits and is_special and not is_tracked and memory.peak * _ROUGH + margin.total > gpu_memory:
-        return None, "by the formula alone, which knows this parallelism only roughly"
+        return None, "only the formula was used, which is rough for this parallelism"
     if fits and has_experts and not is_tracked:
-        return None, "the formula does not know what experts keep for backward"
+        return None, "the formula does not cover what experts keep for backward"
     if fits:
         return True, None
     kept, tp = memory.at_peak.get("activations", 0), case.mesh.size("tp")
@@ -187,15 +187,15 @@ def judge(
     less = (
         (
             0 if is_said else kept * (1 - 1 / tp),
-            "activations are counted whole on every tp rank: pass --sequence-parallel, --loss-parallel if they are cut",
+            "activations are counted whole on every tp rank: add --sequence-parallel, --loss-parallel if they are cut",
         ),
         (
             kept * COMPILED_AWAY if case.compile and not case.activation_checkpointing else 0,
-            "torch.compile keeps fewer activations, and how many fewer is not known",
+            "torch.compile keeps fewer activations; how many fewer is not known",
         ),
         (
             memory.at_peak.get("optimizer", 0) if OPTIMIZERS[case.optimizer].is_paged else 0,
-            "pages of the optimizer's state can leave the device, and how many will is not known",
+            "a paged optimizer can move state off the device; how much is not known",
         ),
     )
     for cut, doubt in less:
@@ -218,9 +218,9 @@ def propose(
             continue
         by_formula = formula.estimate(figures, case)
         needed = by_formula.peak + margin_of(by_formula.peak, case.mesh).total
-        found: Memory | str = "by the formula it is far from fitting"
+        found: Memory | str = "far from fitting"
         if needed < _HOPELESS * options.gpu_bytes:
-            found = track(case) if num_tracked < _MAX_TRACKED else "enough proposals were tracked"
+            found = track(case) if num_tracked < _MAX_TRACKED else f"at most {_MAX_TRACKED} proposals are tracked"
             num_tracked += not isinstance(found, str)
         proposals.append(Proposal(what=what, estimate=_judged(figures, case, by_formula, found, options.gpu_bytes)))
         if proposals[-1].estimate.fits:
@@ -301,7 +301,7 @@ def _track(options: EstimateOptions, config: str, here: Here) -> Estimate:
         if "_class_name" not in found.values or not os.path.isdir(options.path or ""):
             raise
         result = by_formula(options)
-        return replace(result, notes=(f"nothing was run: {error.what}", *result.notes))
+        return replace(result, notes=(f"estimated by the formula only: {error.what}", *result.notes))
     build_in_sandbox(here, subject=f"a {recipe.title}", where=found.where, foreign=(os.path.dirname(config),))
     result = estimate_of(options, recipe.title, figures_of(recipe), partial(track, recipe))
     return replace(result, notes=notes_of(recipe, options.seq_len))

@@ -71,12 +71,12 @@ def step_of(model: nn.Module, batch: Batch, case: Case, stage: Stage, width: int
     if not special:
         return TrainingStep(batch=batch, run=_plain_step)
     if set(batch) != {"input_ids", "labels"}:
-        raise UntrackedError(f"it is not known how the sequence of a {type(model).__name__} is cut")
+        raise UntrackedError(f"how the sequence of a {type(model).__name__} is split is not known")
     batch = dict(batch)
     samples, tokens = batch["input_ids"].shape
     tp = case.mesh.size("tp") if case.sequence_parallel else 1
     if tokens % tp:
-        raise UsageError(f"{tokens} tokens cannot be cut over tp={tp}", hint="choose another --seq-len")
+        raise UsageError(f"{tokens} tokens are not divisible by tp={tp}", hint="choose a --seq-len that tp divides")
     if case.sequence_parallel:
         batch["position_ids"] = torch.empty((1, tokens), dtype=torch.long, device="meta")
     if not stage.has_embedding:
@@ -93,7 +93,7 @@ def step_of(model: nn.Module, batch: Batch, case: Case, stage: Stage, width: int
         del batch["labels"]
         output = output_layer(model)
         if output is None or tp * case.mesh.size("tp") > 1:
-            raise UntrackedError("the fused loss is known for output layers that are not cut along tp")
+            raise UntrackedError("--fused-loss is supported only for output layers that tp does not shard")
         fuse_loss(output)
         run = _fused_step
     elif case.loss_parallel:

@@ -54,7 +54,7 @@ def refuse_torch(version: str = torch.__version__) -> str | None:
     kinds = {kind.value for kind in getattr(fsdp2_mem_tracker, "_FSDPRefType", ())}
     missing += sorted(kinds ^ set(GROUPS)) + ([] if hasattr(fake_pg, "FakeStore") else ["FakeStore"])
     if missing:
-        return f"the tracker of torch {version} differs ({', '.join(missing)})"
+        return f"the tracker of torch {version} is not the expected one ({', '.join(missing)})"
     return None
 
 
@@ -131,7 +131,7 @@ def _worst_stage(recipe: Recipe, case: Case, mesh: DeviceMesh) -> Memory:
         (stage,) = stages_of(0, case)
         return _track_stage(recipe, case, mesh, rows, stage)
     if len(rows) != 1:
-        raise UntrackedError("a pipeline is known for models with one row of layers")
+        raise UntrackedError("pipelines are supported only for models with a single stack of layers")
     found = []
     for stage in stages_of(len(rows[0].kinds), case):
         part = replace(rows[0], kinds=rows[0].kinds[stage.first : stage.first + stage.count], start=stage.first)
@@ -331,7 +331,7 @@ def width_of(model: nn.Module) -> int:
 
 def _leave_out(model: nn.Module, layer: nn.Module | None) -> None:
     if layer is None:
-        raise UntrackedError(f"it is not known how a pipeline cuts a {type(model).__name__}")
+        raise UntrackedError(f"how a pipeline splits a {type(model).__name__} is not known")
     for module in model.modules():
         for key, child in list(module.named_children()):
             if child is layer:

@@ -124,7 +124,7 @@ def _check_methods(model: nn.Module, states: tuple[UnitState, ...]) -> Iterator[
     for module, keeps in ((module, state.keeps) for state in states for module in state.modules):
         for path in find_double_wraps(module, keeps=keeps):
             way = " → ".join(path)
-            what = f"{way}: {path[-1]} is registered as an entry point and runs inside {path[0]}, another entry point"
+            what = f"{way}: {path[-1]} is registered as an entry point, but runs inside {path[0]}, another entry point"
             yield build_finding("double-wrap", shown(names.get(module, "?")), what)
 
 
@@ -162,7 +162,7 @@ def _check_unmanaged(model: nn.Module, groups: tuple[FsdpGroup, ...]) -> Iterato
     for fqn, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.numel() and id(parameter) not in managed:
             kind = "DTensor outside of every group" if isinstance(parameter, DTensor) else "plain tensor"
-            yield build_finding("unmanaged", fqn, f"trainable, and a {kind}: its gradient is not averaged over ranks")
+            yield build_finding("unmanaged", fqn, f"a trainable {kind}: its gradient is not averaged over ranks")
 
 
 def _params(groups: tuple[FsdpGroup, ...]) -> Iterator[ManagedParam]:
@@ -186,9 +186,9 @@ def _check_placements(groups: tuple[FsdpGroup, ...], plan: ShardedPlan | None) -
 
 def _displaced(tensor: DTensor, param: ManagedParam) -> str | None:
     if param.placements is not None and tensor.placements != param.placements:
-        return f"placed as {_show(tensor.placements)}, sharded as {_show(param.placements)}"
+        return f"its placements must be {_show(param.placements)}, got {_show(tensor.placements)}"
     if param.mesh is not None and tensor.device_mesh != param.mesh:
-        return f"lies on {tensor.device_mesh}, was sharded on {param.mesh}"
+        return f"it is on {tensor.device_mesh}, but was sharded on {param.mesh}"
     return None
 
 
@@ -207,7 +207,7 @@ def _differs_from_plan(tensor: DTensor, fqn: str, plan: ShardedPlan) -> str | No
     wrong = [axis for axis in {**dims, **found} if dims.get(axis) != found.get(axis)]
     if not wrong:
         return None
-    return "; ".join(f"{axis}: planned {_cut(dims.get(axis))}, is {_cut(found.get(axis))}" for axis in sorted(wrong))
+    return "; ".join(f"{axis}: planned {_cut(dims.get(axis))}, got {_cut(found.get(axis))}" for axis in sorted(wrong))
 
 
 def _cut(dim: int | None) -> str:
@@ -228,7 +228,7 @@ def _check_meta(model: nn.Module) -> Iterator[Finding]:
             if isinstance(value, torch.Tensor) and value.is_meta and not is_made:
                 where = f"{fqn}.{name}" if fqn else name
                 # It may be there for a reset that never comes.
-                what = f"{tuple(value.shape)} on the meta device, and no buffer: nothing gives it data"
+                what = f"{tuple(value.shape)} on the meta device, and not a buffer: no load fills it"
                 yield build_warning("meta-attribute", where, what)
 
 
@@ -238,14 +238,14 @@ def _check_ties(model: nn.Module, groups: tuple[FsdpGroup, ...]) -> Iterator[Fin
         for fqn, tensor in param.shared:
             if tensor is not None and tensor is not param.registered:
                 told.add(fqn)
-                yield build_finding("untied", fqn, f"was one parameter with {param.fqn}, and is one of its own now")
+                yield build_finding("untied", fqn, f"was tied to {param.fqn}, but is a separate parameter now")
     for fqn, module in model.named_modules():
         for target, source in wanted_ties(module).items():
             name = f"{fqn}.{target}" if fqn else target
             one, other = _get(module, target), _get(module, source)
             if one is not None and other is not None and one is not other and name not in told:
                 told.add(name)
-                yield build_finding("untied", name, f"the model ties it to {source}, and it is a parameter of its own")
+                yield build_finding("untied", name, f"the model ties it to {source}, but it is a separate parameter")
 
 
 def _get(module: nn.Module, fqn: str) -> nn.Parameter | None:
@@ -267,14 +267,14 @@ def _check_dtypes(groups: tuple[FsdpGroup, ...]) -> Iterator[Finding]:
             continue
         for param in group.params:
             if param.first_dtype is not None and param.first_dtype != param.sharded.dtype:
-                what = f"{param.sharded.dtype} now, {param.first_dtype} at the first forward pass"
+                what = f"the dtype is {param.sharded.dtype}, but was {param.first_dtype} at the first forward pass"
                 yield build_finding("load-dtype", param.fqn, what)
 
 
 def _check_roots(states: tuple[UnitState, ...]) -> Iterator[Finding]:
     if all(state.is_root is None for state in states):
         where = shown(states[0].fqns[0])
-        yield build_finding("partial-root", where, "no wrapped module has run forward: the calls went past them")
+        yield build_finding("partial-root", where, "no wrapped module has run forward: the calls bypassed them all")
         return
     for state in states:
         if not state.is_root:
@@ -282,7 +282,7 @@ def _check_roots(states: tuple[UnitState, ...]) -> Iterator[Finding]:
         for above in states:
             below = {module for outer in above.modules for module in outer.modules()}
             if above is not state and state.modules[0] in below:
-                what = f"became the root, although {shown(above.fqns[0])} contains it"
+                what = f"it became the FSDP root, although {shown(above.fqns[0])} contains it"
                 yield build_finding("root-not-first", shown(state.fqns[0]), what)
                 break
 
@@ -290,7 +290,7 @@ def _check_roots(states: tuple[UnitState, ...]) -> Iterator[Finding]:
 def _check_states(groups: tuple[FsdpGroup, ...], phase: Phase) -> Iterator[Finding]:
     for group in groups:
         if group.training != "IDLE":
-            what = f"{group.training} after the {phase} phase, expected IDLE: its pass did not end"
+            what = f"{group.training} after the {phase} phase, expected IDLE: its pass did not finish"
             yield build_finding("sharding-state", shown(group.fqn), what)
         allowed = {"SHARDED"}  # what did not run, or was saved since
         if phase == "forward":
@@ -331,12 +331,12 @@ def check_optimizers(model: nn.Module, groups: Sequence[FsdpGroup], optimizers: 
         is_stale |= bool(stale)
         if orphans:
             for fqn, name in orphans:
-                what = f"the optimizer has a parameter of its own for it: it was not tied to {name} when it was created"
+                what = f"the optimizer has a separate parameter for it: it was created before the tie to {name}"
                 yield build_finding("untied", fqn, what)
         elif stale:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in stale[:3])
             more = ", …" * (len(stale) > 3)
-            what = f"{len(stale)} of {len(held)} parameters are not the model's (shapes {shapes}{more})"
+            what = f"{len(stale)} of {len(held)} parameters do not belong to the model (shapes {shapes}{more})"
             yield build_finding("stale-optimizer", type(optimizer).__name__, what)
     moved = {id(tensor) for tensor in held_by(optimizers)}
     trainable = _trainable(model, params)
@@ -344,7 +344,7 @@ def check_optimizers(model: nn.Module, groups: Sequence[FsdpGroup], optimizers: 
     if is_stale or not missed:
         return
     if len(missed) == len(trainable):
-        what = f"it holds none of the {len(trainable)} trainable parameters ({_list([fqn for fqn, _ in missed])[1]})"
+        what = f"it contains none of the {len(trainable)} trainable parameters ({_list([fqn for fqn, _ in missed])[1]})"
         yield build_finding("optimizer-misses", type(optimizers[0]).__name__, what)
         return
     lost = [fqn for fqn, tensor in missed if tensor.grad is not None]
@@ -388,7 +388,7 @@ def check_schedulers(optimizers: Optimizers, schedulers: Sequence[object]) -> It
         inner = getattr(scheduler, "scheduler", scheduler)
         target = getattr(inner, "optimizer", None)
         if isinstance(target, torch.optim.Optimizer) and id(target.param_groups) not in known:
-            what = "it sets the learning rate of another optimizer, which does not move this model"
+            what = "it sets the learning rate of an optimizer that does not update this model"
             yield build_finding("stale-scheduler", type(inner).__name__, what)
 
 
@@ -455,6 +455,6 @@ def check_reduced(groups: Sequence[FsdpGroup]) -> Iterator[Finding]:
     lost = [group for group in groups if any(p.has_unreduced and p.sharded.grad is None for p in group.params)]
     if lost:
         what = (
-            f"{len(lost)} of {len(groups)} units hold whole gradients that were never averaged: the step left them out"
+            f"{len(lost)} of {len(groups)} units have whole gradients that were never averaged: the step ignored them"
         )
         yield build_finding("unreduced", shown(lost[0].fqn), what)

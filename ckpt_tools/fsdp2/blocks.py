@@ -99,15 +99,15 @@ def _has_forward(module: nn.Module) -> bool:
 def _problem(owners: Owners, module: nn.Module) -> str | None:
     """Say why `module` cannot be a unit of its own, or return None."""
     if not _has_forward(module):
-        return f"a {type(module).__name__} has no forward of its own"
+        return f"a {type(module).__name__} defines no forward"
     forward = type(module).forward  # None where callers use registered methods alone
     if callable(forward) and _CACHE in inspect.signature(forward).parameters:
-        return f"its forward writes into the list {_CACHE}, of which FSDP2 hands it a copy"
+        return f"its forward writes into the list {_CACHE}, but FSDP2 passes it a copy"
     if next(module.parameters(), None) is None:
         return "it has no parameters"
     shared = owners.outside(module)
     if shared:
-        return f"it shares parameters with {first_few(shared)} outside of it"
+        return f"it shares parameters with {first_few(shared)}, which is outside it"
     return None
 
 
@@ -117,14 +117,14 @@ def _unusable(owners: Owners, modules: dict[str, nn.Module], wanted: str | type,
         name = matches[0]
         is_list = not _has_forward(modules[name])
         return UsageError(
-            f"{label!r} cannot be a unit of its own: {_problem(owners, modules[name])}",
+            f"{label!r} cannot be a separate FSDP unit: {_problem(owners, modules[name])}",
             where=name,
-            hint=f"name its modules: {name}.*" if is_list else "leave it to the root, or wrap a module that has both",
+            hint=f"name its modules: {name}.*" if is_list else "leave it to the root, or wrap a module with both",
         )
     names = {*modules, *(type(module).__name__ for module in modules.values())}
     near = difflib.get_close_matches(str(label), sorted(names), n=3, cutoff=0.4)
     return UsageError(
-        f"no module is named {label!r} or is of that class",
+        f"no module has the name or class {label!r}",
         where="blocks",
         hint=f"did you mean {', '.join(near)}?" if near else 'use "auto", or print(model) for the names',
     )

@@ -98,7 +98,7 @@ def compute(model: nn.Module, names: Collection[str], *, seed: int | None = None
     if left:
         kind = "parameters" if isinstance(before[left[0]], nn.Parameter) else "buffers"
         raise UsageError(
-            f"{len(left)} {kind} have no value: the checkpoint does not hold them and their modules do not compute "
+            f"{len(left)} {kind} without a value: the checkpoint does not contain and the modules do not compute "
             f"them: {first_few(left, 4)}",
             where=f"{type(model.get_submodule(left[0].rpartition('.')[0])).__name__}",
             hint="give the module a method init_buffers() that fills them, or build it off the meta device",
@@ -183,4 +183,4 @@ def _fault_of(buffer: torch.Tensor, expected: torch.Tensor | None) -> str | None
     wrong = here != expected if exact else ~torch.isclose(here.double(), expected.double(), rtol=_RTOL)
     if not bool(wrong.any()):
         return None
-    return f"{int(wrong.sum())} of {buffer.numel()} elements are not what its module computes"
+    return f"{int(wrong.sum())} of {buffer.numel()} elements differ from what its module computes"

@@ -133,7 +133,7 @@ def _compare_structures(structures: Sequence[Sequence[str]]) -> list[Finding]:
             parts += [f"only rank {rank} wraps {first_few(added, _MAX_FINDINGS)}"] * bool(added)
             where = (missing or added)[0].split(" on ")[0]
             findings.append(
-                build_finding("rank-structure", where, f"rank {rank} is not like rank 0: {'; '.join(parts)}")
+                build_finding("rank-structure", where, f"rank {rank} differs from rank 0: {'; '.join(parts)}")
             )
     return findings
 
@@ -172,7 +172,7 @@ def _compare_digests(digests: Sequence[Mapping[str, str]], code: str, noun: str)
     if len(findings) > _MAX_FINDINGS:
         rest = len(findings) - _MAX_FINDINGS
         findings = findings[:_MAX_FINDINGS]
-        findings.append(build_finding(code, "…", f"different {noun} in {rest} more"))
+        findings.append(build_finding(code, "…", f"different {noun} for {rest} more names"))
     return findings
 
 
@@ -182,7 +182,7 @@ def _compare_gradients(records: Sequence[RankRecord]) -> list[Finding]:
     for fqn in dict.fromkeys(fqn for record in records for fqn in record.with_grad):
         if fqn not in everywhere:
             ranks = [rank for rank, record in enumerate(records) if fqn not in record.with_grad]
-            what = f"no gradient on rank {', '.join(map(str, ranks))}, and one on the others"
+            what = f"no gradient on rank {', '.join(map(str, ranks))}, but on the others"
             findings.append(build_finding("rank-unused", fqn, what))
     return findings[:_MAX_FINDINGS]
 

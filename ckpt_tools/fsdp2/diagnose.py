@@ -40,7 +40,7 @@ def check_freed(case: DiagnosedCase) -> Diagnosis | None:
         return seen
     views = () if case.seen is None else case.seen.changed_views()
     if views:
-        return case.build("opaque-output", views[0], f"the output of {views[0]} is a view and was changed in place")
+        return case.build("opaque-output", views[0], f"the output of {views[0]} is a view that was modified in place")
     left = [group.fqn for group in case.groups() if group.sharding == "SHARDED" and group.training == "IDLE"]
     likely = shown(left[-1]) if left else ""
     return case.build("opaque-output", likely)
@@ -85,7 +85,7 @@ def check_mixes(case: DiagnosedCase) -> Diagnosis | None:
         call = str(first.caller or first.line)
         if first.method == "forward":
             return case.build("dot-forward", where, f"{where}.forward(...) was called; {fqn} is still sharded", call)
-        cause = f"{where}.{first.method}(...) was called, which gathers nothing; {fqn} is still sharded"
+        cause = f"{where}.{first.method}(...) was called, which does not gather parameters; {fqn} is still sharded"
         fix = f'call it as {where}(...), or `register_fsdp_forward_method(module, "{first.method}")` after sharding'
         return Diagnosis(id="custom-method", cause=cause, fix=fix, module=where, call=call)
     return _from_outside(case, fqn, group)
@@ -107,12 +107,12 @@ def _outside(case: DiagnosedCase) -> Diagnosis | None:
         if isinstance(target, DTensor):
             fqn = (case.model is not None and find_parameter(case.model, target)) or ""
             return case.build(
-                "load-plain", fqn, f"{fqn or 'a sharded parameter'} is a DTensor, and was given a plain one"
+                "load-plain", fqn, f"{fqn or 'a sharded parameter'} is a DTensor, but was given a plain tensor"
             )
         # Lists of parameters are named by no line.
         return case.build("ema-plain", *names[:1]) if names or "_foreach_" in case.text else None
     if names and not case.stack.calls:
-        return case.build("foreign-param", names[0], f"{names[0]} was used outside of every forward pass")
+        return case.build("foreign-param", names[0], f"{names[0]} was used outside any forward pass")
     return None
 
 
@@ -128,7 +128,7 @@ def _plain_model(case: DiagnosedCase) -> Diagnosis | None:
     if held is None or is_parallel or (inside and case.groups()):
         return None
     caller = case.stack.calls[0].caller
-    cause = f"{held[0]} of {type(root).__name__} is a DTensor, and nothing shards that model"
+    cause = f"{held[0]} of {type(root).__name__} is a DTensor, but that model is not sharded"
     return case.build("load-sharded", held[0], cause, str(caller or case.stack.calls[0].line))
 
 
@@ -164,7 +164,7 @@ def _from_outside(case: DiagnosedCase, fqn: str, group: FsdpGroup) -> Diagnosis:
             # The call went from above into the middle of the owner, or from somewhere else altogether.
             if user is None or any(owner in set(user.module.modules()) for owner in group.modules):
                 part = case.name(call.module)
-                cause = f"{part} was entered without {shown(group.fqn)}, which gathers {fqn}"
+                cause = f"{part} was called without going through {shown(group.fqn)}, which gathers {fqn}"
                 return case.build("partial-root", part, cause, str(call.caller or call.line))
             break
         user = call
@@ -231,7 +231,7 @@ def _texts(case: DiagnosedCase) -> Diagnosis | None:
     if "overlapping meshes" in case.text or ("Invariant encountered" in case.text and case.stack.passes("fully_shard")):
         owner = _owner(case)
         return case.build(
-            "outer-first", owner, f"{owner or 'the module'} is in the group of a module around it already"
+            "outer-first", owner, f"{owner or 'the module'} already belongs to the group of an enclosing module"
         )
     if "uniform original parameter dtype" in case.text or "uniform reduce dtype" in case.text:
         return case.audited("dtype-mix") or case.build("dtype-mix", _owner(case))
@@ -265,7 +265,7 @@ def _loads(case: DiagnosedCase) -> Diagnosis | None:
         )
         if same := [plain for plain in lost if plain in found]:
             one, other = lost[same[0]], found[same[0]]
-            return case.build("wrapped-names", one, f"{len(same)} names differ by wrappers: {one} is {other}")
+            return case.build("wrapped-names", one, f"wrappers changed names ({len(same)} in all): {one} is {other}")
     if "exceeds dimension size" in case.text and case.stack.passes("reset_sharded_param", "load_state_dict"):
         return case.build("load-placement", _owner(case))
     if re.search(r"out tensor to have dtype", case.text) and case.stack.passes("wait_for_unshard"):
@@ -295,12 +295,12 @@ def _dtypes(case: DiagnosedCase) -> Diagnosis | None:
         return None
     where = case.name(module)
     dtype = str(owner.compute_dtype).removeprefix("torch.")
-    cause = f"{where} computes in {dtype} in {shown(owner.fqn)}, and its input is not {dtype}"
+    cause = f"{where} computes in {dtype} in {shown(owner.fqn)}, but its input is not {dtype}"
     used = [tensor for line in case.stack.lines[-1:-12:-1] if not line.is_library for tensor in named_tensors(line)]
     for fqn, buffer in case.model.named_buffers() if case.model is not None else ():
         if buffer.is_floating_point() and buffer.dtype != owner.compute_dtype and any(t is buffer for t in used):
             kept = str(buffer.dtype).removeprefix("torch.")
-            cause += f": the buffer {fqn} is {kept}, and FSDP2 casts no buffers"
+            cause += f": the buffer {fqn} is {kept}, and FSDP2 does not cast buffers"
             break
     return case.build("compute-dtype", where, cause)
 
@@ -325,7 +325,7 @@ def _graphs(case: DiagnosedCase) -> Diagnosis | None:
     if names and all(mode == "no_grad" for mode, _ in names):
         return case.build("grad-disabled", group_names([fqn for _, fqn in names], None)[0])
     return case.build(
-        "no-gradient", "", "the loss was cut off from all parameters: nothing that led to it keeps a graph"
+        "no-gradient", "", "the loss is detached from all parameters: no operation before it recorded a graph"
     )
 
 
@@ -375,7 +375,7 @@ def _ranks(case: DiagnosedCase) -> Diagnosis | None:
     if findings:
         first = findings[0]
         return case.build(first.code, first.where, first.what)
-    waits = f"this rank waited for the others in {where or 'a collective'}, which never arrived"
+    waits = f"this rank waited in {where or 'a collective'} for other ranks, which never reached it"
     return case.build("rank-skip", where, f"{waits}; run all ranks under watch(model, traces=DIR) to see what each did")
 
 

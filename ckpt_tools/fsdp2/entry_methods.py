@@ -40,12 +40,12 @@ def find_methods(
         label = wanted if isinstance(wanted, str) else wanted.__name__
         matches = [name for name, module in model.named_modules() if _is_meant(wanted, name, module)]
         if not matches:
-            raise UsageError(f"no module is named {label!r} or is of that class", where="forward_methods")
+            raise UsageError(f"no module has the name or class {label!r}", where="forward_methods")
         for fqn in matches:
             module = model.get_submodule(fqn)
             if fqn not in units:
                 raise UsageError(
-                    f"methods of {fqn or 'the root'} cannot be registered: it is not an FSDP unit of its own",
+                    f"methods of {fqn or 'the root'} cannot be registered: it is not a separate FSDP unit",
                     where="forward_methods",
                     hint="add it to blocks, or register the method on the unit that contains it",
                 )

@@ -99,7 +99,7 @@ def _guarded(function: Callable[_P, _R]) -> Callable[_P, _R]:
             raise CkptError(
                 f"FSDP2 in this PyTorch release has different internals: {error}",
                 where=f"torch {torch.__version__}",
-                hint="use a release of PyTorch that ckpt was tested with (`ckpt env` names them)",
+                hint="use a PyTorch release that ckpt was tested with (`ckpt env` lists them)",
             ) from error
 
     return call

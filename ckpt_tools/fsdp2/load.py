@@ -179,9 +179,9 @@ def _read_rest(
             rest.add_optimizer(optimizer, model, read_optimizer(model, optimizer, own, device=device_of(model, device)))
     if strict and rest.missing:
         raise UnreadableError(
-            f"the checkpoint lacks train state: {first_few(list(rest.missing), 6)}",
+            f"the checkpoint does not contain this train state: {first_few(list(rest.missing), 6)}",
             where=opened.source.root,
-            hint="; ".join(rest.notes) or f"it has {first_few(rest.roots, 8)}; pass strict=False to go on without",
+            hint="; ".join(rest.notes) or f"it contains {first_few(rest.roots, 8)}; pass strict=False to load anyway",
         )
     return rest
 
@@ -212,7 +212,7 @@ def complete(
         local = read_parts(targets[name], partial(_cut, values.pop(fqn)))
         own[name] = assemble(local.to(device_of(model, device)), targets[name])
     kept = [name for name in transient if name not in values]
-    note = f"{len(kept)} buffers keep what they had, no module computes them: {first_few(kept, 4)}" if kept else ""
+    note = f"buffers that keep their old values, because no module computes them: {first_few(kept, 4)}" if kept else ""
     return own, values, note
 
 
@@ -332,7 +332,7 @@ def _check_shapes(opened: Opened, targets: Mapping[str, torch.Tensor], sources: 
     ]
     if wrong:
         raise UsageError(
-            f"{len(wrong)} tensors have different shapes: {'; '.join(wrong[:4])}",
+            f"shapes differ ({len(wrong)} in all): {'; '.join(wrong[:4])}",
             where=opened.source.root,
             hint="build the model from the config.json that belongs to the checkpoint",
         )
@@ -357,7 +357,7 @@ def _check_ties(
         other = read_parts(targets[name], partial(reader.read, found[name], dtype=local.dtype))
         if not torch.equal(bytes_of(other.to("cpu")), bytes_of(local.to("cpu"))):
             raise UsageError(
-                f"the model shares one parameter for {first!r} and {name!r}, and the checkpoint has two that differ",
+                f"the model ties {first!r} and {name!r}, but the checkpoint stores two different values",
                 where=opened.source.root,
                 hint="set tie_word_embeddings to false in the model's config, or leave one of the two out",
             )
@@ -375,9 +375,9 @@ def _strict_error(
                 "rename with `ckpt reshard`/`ckpt gather`"
             )
     if missing and len(missing) == len(targets):
-        hint = "no name matches: is this a checkpoint of that model? `ckpt inspect --tensors` lists its names"
+        hint = "no name matches: this may be another model's checkpoint: `ckpt inspect --tensors` lists its names"
     return UnreadableError(
-        f"the checkpoint does not fit the model: {describe_misfit(missing, unexpected)}",
+        f"the checkpoint does not match the model: {describe_misfit(missing, unexpected)}",
         where=opened.source.root,
         hint=hint,
     )
@@ -440,7 +440,7 @@ class Restored:
             self._read_own(name, value, items)
             return
         if isinstance(value, torch.Tensor) and value.is_meta:
-            raise UsageError("a tensor on meta cannot be filled", where=f"state[{name!r}]", hint="pass None for it")
+            raise UsageError("cannot fill a tensor on meta", where=f"state[{name!r}]", hint="pass None for it")
         if isinstance(value, Stateful):
             self._objects[name] = self._rebuild(items, value.state_dict(), name)
         else:
@@ -454,11 +454,11 @@ class Restored:
         if ranks != list(range(world)):
             self.notes.append(f"{name}: saved on {len(ranks)} ranks, loaded on {world}")
             if source < 0 or not isinstance(value, RngState):
-                self.notes[-1] += "; each rank has its own, and nobody knows what another number of ranks should get"
+                self.notes[-1] += "; each rank has its own value, which cannot be mapped to another number of ranks"
                 self.missing += (name,)
                 return
             self.notes[-1] += (
-                f"; ranks {len(ranks)} to {world - 1} begin streams of their own"
+                f"; ranks {len(ranks)} to {world - 1} start new random streams"
                 if len(ranks) < world
                 else f"; the streams of ranks {world} to {ranks[-1]} are not continued"
             )
@@ -468,7 +468,7 @@ class Restored:
 
     def _rebuild(self, items: _Items, like: object, name: str) -> Any:  # noqa: ANN401
         def read(item: Item, like: object) -> object:
-            note = f"{name}: tensors that were stored in parts are whole on every rank; nothing says how to cut them"
+            note = f"{name}: tensors stored in parts are loaded whole on every rank: their sharding is not known"
             is_cut = isinstance(item, TensorEntry) and len(item.chunks) > 1
             if is_cut and not isinstance(like, torch.Tensor) and note not in self.notes:
                 self.notes.append(note)
@@ -502,6 +502,6 @@ def _compare(like: object, found: object, name: str) -> list[str]:
     if isinstance(like, torch.Tensor) and isinstance(found, torch.Tensor):
         if like.shape != found.shape or like.is_floating_point() != found.is_floating_point():
             has, wants = (f"{list(tensor.shape)} {tensor.dtype}" for tensor in (found, like))
-            raise UsageError(f"the checkpoint has {has}, the tensor to fill is {wants}", where=f"state: {name}")
+            raise UsageError(f"the tensor must be {wants}, the checkpoint has {has}", where=f"state: {name}")
         return []
     return [name] if isinstance(like, (Mapping, torch.Tensor)) else []

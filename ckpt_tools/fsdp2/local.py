@@ -28,7 +28,7 @@ def local_box(tensor: torch.Tensor) -> Box:
     if len(boxes) > 1:
         raise CkptError(
             f"this rank's part of a tensor of shape {list(tensor.shape)} is not one box",
-            hint="tp cuts several matrices side by side in it, or does not divide it; load_checkpoint loads such parts",
+            hint="tp shards stacked matrices, or does not divide the tensor; use load_checkpoint, which supports this",
         )
     return boxes[0]
 
@@ -50,7 +50,7 @@ def local_boxes(tensor: torch.Tensor) -> tuple[int, tuple[Box, ...]]:
     ]
     sizes = tuple(sum(size for _, size in parts) for parts in runs)
     if sizes != tuple(tensor.to_local().shape) and math.prod(sizes) != tensor.to_local().numel():
-        raise CkptError(f"a rank holds {tuple(tensor.to_local().shape)} where its placements say {sizes}")
+        raise CkptError(f"the local shape must be {sizes} by its placements, got {tuple(tensor.to_local().shape)}")
     several = [dim for dim, parts in enumerate(runs) if len(parts) > 1]
     if len(several) > 1:
         raise CkptError(f"this rank's part of a tensor of shape {list(shape)} is in several runs along two dims")

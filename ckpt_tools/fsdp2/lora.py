@@ -106,7 +106,7 @@ def linear_layers(model: nn.Module) -> list[str]:
     linears = ((name, module) for name, module in model.named_modules() if type(module) is nn.Linear)
     found = [name for name, module in linears if module is not output and name not in shared and name]
     if not found:
-        raise UsageError("--lora finds no linear layer to adapt", where=type(model).__name__)
+        raise UsageError("--lora found no linear layer to adapt", where=type(model).__name__)
     return found
 
 
@@ -126,7 +126,7 @@ def _config_of(config: PeftConfig | Mapping[str, Any]) -> PeftConfig:
     kind = str(config.get("peft_type", "")).upper()
     if kind not in PeftType.__members__ or PeftType[kind] not in PEFT_TYPE_TO_CONFIG_MAPPING:
         raise UsageError(
-            f"peft_type is {config.get('peft_type')!r}, which peft does not know",
+            f"peft_type is {config.get('peft_type')!r}, which peft does not support",
             where="config",
             hint=f"one of {', '.join(_RESETS)}; DoRA is LORA with use_dora",
         )
@@ -162,10 +162,12 @@ def _check_base_free(config: PeftConfig) -> None:
     hint = "load the whole model on the CPU of every rank, add_lora there, then shard_model"
     if _kind(config) not in _RESETS:
         raise UsageError(
-            f"initial values for {_kind(config)} on a model on meta are not supported", where="config", hint=hint
+            f"initial values for {_kind(config)} are not supported on the meta device",
+            where="config",
+            hint=hint,
         )
     raise UsageError(
-        f"the initialisation {_start_of(config)!r} is computed from the base weights, and the model is on meta",
+        f"the initialisation {_start_of(config)!r} needs the base weights, but the model is on the meta device",
         where="config",
         hint=f"use True or 'gaussian', or {hint}",
     )
@@ -280,12 +282,12 @@ def _norms(fqn: str, layer: Any, name: str, magnitude: Any) -> torch.Tensor:  # 
         weight = whole_weight(layer.get_base_layer())
         if weight.is_meta:
             raise UsageError(
-                "DoRA's magnitudes are norms of the base weights, and these are still on meta",
+                "DoRA needs the norms of the base weights, which are still on the meta device",
                 where=fqn,
                 hint="load_base first",
             )
         if name not in layer.lora_A:
-            raise UsageError("DoRA on an embedding of a model on meta is not supported", where=fqn)
+            raise UsageError("DoRA on an embedding is not supported for a model on the meta device", where=fqn)
         down, up = (_whole(part[name].weight).float() for part in (layer.lora_A, layer.lora_B))
         rank = down.shape[0]
         delta = (up.reshape(-1, rank) @ down.reshape(rank, -1)).reshape(weight.shape)

@@ -28,7 +28,7 @@ def build_device_mesh(mesh: MeshLike, device_type: str | None = None) -> DeviceM
     """
     if not dist.is_initialized():
         raise UsageError(
-            f"the mesh {mesh} needs a process group, and there is none",
+            f"the mesh {mesh} needs a process group, but none is initialized",
             hint="call torch.distributed.init_process_group first, or start with torchrun",
         )
     mesh = parse_mesh(mesh, world_size=dist.get_world_size() if "-1" in mesh_text(mesh) else None)
@@ -37,7 +37,7 @@ def build_device_mesh(mesh: MeshLike, device_type: str | None = None) -> DeviceM
     if dist.get_world_size() != mesh.world_size:
         raise UsageError(
             f"the mesh {mesh} has {mesh.world_size} ranks, the process group has {dist.get_world_size()}",
-            hint=f"start {mesh.world_size} processes, or write -1 for one axis",
+            hint=f"start {mesh.world_size} processes, or set one axis to -1",
         )
     names = tuple(name for name, _ in mesh.axes)
     return init_device_mesh(device_type, tuple(size for _, size in mesh.axes), mesh_dim_names=names)

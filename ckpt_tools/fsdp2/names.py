@@ -88,9 +88,9 @@ def _plain(checkpoint: Checkpoint, prefix: str) -> dict[str, TensorEntry]:
     entries = [entry for entry in checkpoint.tensors if not prefix or entry.fqn.startswith(prefix)]
     if not entries:
         raise UsageError(
-            f"no tensor of the checkpoint begins with {prefix!r}",
+            f"no tensor name in the checkpoint starts with {prefix!r}",
             where="prefix",
-            hint='use "auto", or look at the names with `ckpt inspect --tensors`',
+            hint='use "auto", or list the names with `ckpt inspect --tensors`',
         )
     outside = len(entries) < len(checkpoint.tensors)
     rest = [] if outside else [entry for entry in entries if is_optimizer(entry)]
@@ -122,7 +122,7 @@ def _mapped(plain: Mapping[str, TensorEntry], model: nn.Module, names: Shapes, *
     except UsageError as error:
         if not is_needed:
             return None
-        error.hint = "pass prefix, if the checkpoint holds more than this model"
+        error.hint = "pass prefix if the checkpoint contains more than this model"
         if isinstance(error.__cause__, UnknownOperationError):
             error.hint = (
                 "save the model once with transformers in its own names: "

@@ -66,7 +66,7 @@ def read_optimizer(
     names = set(fqns.values())
     if deeper := [owner for owner in stored.state if owner not in names and owner.rpartition(".")[0] in names]:
         raise UsageError(
-            f"optimizer state in lists or dicts of its own is not loaded: {first_few(deeper, 4)}",
+            f"optimizer state in nested lists or dicts is not supported: {first_few(deeper, 4)}",
             where=opened.source.root,
             hint="load it with torch.distributed.checkpoint, or start with a new optimizer",
         )
@@ -80,7 +80,7 @@ def read_optimizer(
             name = fqns.get(id(parameter))
             if name is None:
                 raise UsageError(
-                    "the optimizer holds a parameter that is not the model's",
+                    "the optimizer contains a parameter that does not belong to the model",
                     where="load_optimizer",
                     hint="create the optimizer after shard_model and load_checkpoint, which replace parameters",
                 )
@@ -97,7 +97,7 @@ def read_optimizer(
                 raise UnreadableError(
                     f"the checkpoint has no optimizer state of {name!r}",
                     where=opened.source.root,
-                    hint="its optimizer had other parameters; freeze this one or start with a new optimizer",
+                    hint="it was saved with other trainable parameters; freeze this one or start with a new optimizer",
                 )
             number += 1
     return {"state": state, "param_groups": groups}
@@ -147,7 +147,7 @@ class _Stored:
                 self._add(item)
         if not self.state and not self._groups:
             raise UnreadableError(
-                "there is no optimizer state in this checkpoint",
+                "the checkpoint contains no optimizer state",
                 where=opened.source.root,
                 hint="save it with save_checkpoint(model, optimizer, path)",
             )
@@ -190,7 +190,7 @@ class _Stored:
                 raise UsageError(
                     "the parameters of one group had different options when they were saved",
                     where="load_optimizer",
-                    hint="create the groups that were saved: parameter_groups with the same arguments",
+                    hint="create the same groups as when it was saved: parameter_groups with the same arguments",
                 )
             found = options
         return found or {}

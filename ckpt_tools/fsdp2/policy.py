@@ -21,24 +21,24 @@ from ckpt_tools.options.common import find_strategy
 _META = "build the model on meta: load_checkpoint reads only what a rank holds"
 _BLOCKS = "name the blocks: shard_model(blocks=…)"
 INSTEAD = {
-    "buffer_dtype": "FSDP2 leaves buffers alone: cast them in the model, or keep their own dtype",
+    "buffer_dtype": "FSDP2 does not cast buffers: cast them in the model, or keep their dtype",
     "limit_all_gathers": "FSDP2 frees gathered parameters as soon as they are used, and needs no limit",
     "use_orig_params": "FSDP2 always trains the original parameters, frozen and trainable ones in one unit",
-    "sync_module_states": "load_checkpoint gives every rank its part; rank0_load sends what rank 0 alone has",
+    "sync_module_states": "load_checkpoint loads every rank's shard; rank0_load distributes the model of rank 0",
     "cpu_ram_efficient_loading": _META,
     "param_init_fn": _META,
-    "state_dict_type": "save_checkpoint writes every rank's part; `ckpt gather` makes one model of them",
+    "state_dict_type": "save_checkpoint writes every rank's shard; `ckpt gather` merges them into one model",
     "min_num_params": _BLOCKS,
     "auto_wrap_policy": _BLOCKS,
-    "backward_prefetch": "FSDP2 gathers the block before during backward; Policy(prefetch_backward=2) gathers more",
+    "backward_prefetch": "FSDP2 prefetches one block during backward; Policy(prefetch_backward=2) prefetches more",
     "forward_prefetch": "Policy(prefetch_forward=1)",
     "ignored_modules": "Policy(ignored=('vae',))",
-    "sharding_strategy": "Policy(strategy=…); parse_policy takes FSDP1's names",
+    "sharding_strategy": "Policy(strategy=…); parse_policy accepts FSDP1's names",
     "mixed_precision": "Policy(precision=Precision(param_dtype=…, reduce_dtype=…))",
     "activation_checkpointing": "shard_model(activation_checkpointing=True)",
     "activation_checkpointing_offload": "wrap the forward pass in torch.autograd.graph.save_on_cpu",
-    "device_id": "the mesh says it: build_device_mesh(mesh, 'cuda')",
-    "process_group": "the mesh says it: build_device_mesh",
+    "device_id": "the mesh determines it: build_device_mesh(mesh, 'cuda')",
+    "process_group": "the mesh determines it: build_device_mesh(mesh)",
 }
 """Option → what to do."""
 
@@ -104,7 +104,7 @@ class Policy(Answers):
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
-            raise UsageError(f"{self.strategy!r} is not a strategy", hint=f"the strategies are {', '.join(STRATEGIES)}")
+            raise UsageError(f"unknown strategy {self.strategy!r}", hint=f"choose from {', '.join(STRATEGIES)}")
         raf = self.reshard_after_forward
         if self.strategy == "shard_grad_op" and raf not in (None, False):
             raise UsageError(
@@ -129,13 +129,11 @@ class Policy(Answers):
         has = f"the mesh has {', '.join(names) or '×'.join(map(str, mesh.mesh.shape))}"
         if self.strategy == "hybrid_shard" and mesh.ndim != 2:
             raise UsageError(
-                f"hybrid_shard needs two axes, dp_replicate and dp_shard; {has}",
-                hint="write for example dp_replicate=2,dp_shard=4",
+                f"hybrid_shard needs the axes dp_replicate and dp_shard, but {has}",
+                hint="use for example dp_replicate=2,dp_shard=4",
             )
         if self.strategy == "no_shard" and mesh.ndim != 1:
-            raise UsageError(
-                f"no_shard needs one axis, but {has}", hint=f"write for example dp_replicate={mesh.size()}"
-            )
+            raise UsageError(f"no_shard needs one axis, but {has}", hint=f"use for example dp_replicate={mesh.size()}")
         if self.strategy in ("full_shard", "shard_grad_op"):
             if mesh.ndim != 1:
                 raise UsageError(
@@ -151,7 +149,7 @@ class Policy(Answers):
         if type(raf) is int and (raf < 2 or size % raf):
             raise UsageError(
                 f"reshard_after_forward={raf} must be at least 2 and divide the {size} ranks of dp_shard",
-                hint="use True or False, or such a number",
+                hint="use True, False, or a number that divides them",
             )
 
     def kwargs(self, mesh: DeviceMesh, *, root: bool = False) -> dict[str, object]:
@@ -204,8 +202,8 @@ def _parse(text: str) -> tuple[str, bool | None]:
     found = find_strategy(str(text))
     if found is None:
         raise UsageError(
-            f"{text!r} is not a strategy",
-            hint=f"the strategies are {', '.join(STRATEGIES)}; FSDP1's names and accelerate's numbers work too",
+            f"unknown strategy {text!r}",
+            hint=f"choose from {', '.join(STRATEGIES)}; FSDP1's names and accelerate's numbers work too",
         )
     plain = found.removesuffix("_zero2")
     return plain, None if plain == found else False

@@ -53,7 +53,7 @@ class Quantisation:
 
     def __post_init__(self) -> None:
         if self.quant_type not in ("nf4", "fp4"):
-            raise UsageError(f"{self.quant_type!r} is not a 4-bit type", hint="use nf4 or fp4")
+            raise UsageError(f"unknown 4-bit type {self.quant_type!r}", hint="use nf4 or fp4")
         if self.storage not in _STORAGES:
             raise UsageError(
                 f"{self.storage} cannot hold packed weights", hint=f"use one of {', '.join(map(str, _STORAGES))}"
@@ -85,7 +85,7 @@ def quantise_linears(
     config = config or Quantisation()
     refuse_sharded(model, hint="call quantise_linears before shard_model")
     if getattr(model, "peft_config", None):
-        raise UsageError("the model has adapters already", hint="call quantise_linears before add_lora")
+        raise UsageError("the model already has adapters", hint="call quantise_linears before add_lora")
     found = _find(model, skip)
     for fqn in found:
         parent, _, name = fqn.rpartition(".")
@@ -116,7 +116,7 @@ def _find(model: nn.Module, skip: Sequence[str] | None) -> tuple[str, ...]:
         left_out |= find_named(repr(pattern), pattern, {n: (n,) for n in linears}, "skip", kind="linear layer")
     found = tuple(name for name in linears if name and name not in left_out)
     if not found:
-        raise UsageError("there is no linear layer to quantise", where=type(model).__name__)
+        raise UsageError("the model has no linear layer to quantise", where=type(model).__name__)
     return found
 
 
@@ -130,7 +130,7 @@ def _quantised(fqn: str, linear: nn.Module, config: Quantisation) -> nn.Module:
     facts = QuantisedLayer(fqn=fqn, shape=shape, quant_type=kind, storage=storage, double_quant=config.double_quant)
     if facts.num_packed * config.storage.itemsize * 2 != out * into + (out * into) % 2:
         raise UsageError(
-            f"{out} × {into} weights of 4 bits do not fill elements of {config.storage}",
+            f"{out} × {into} weights of 4 bits cannot be packed into {config.storage}",
             where=fqn,
             hint="use storage=torch.uint8, or skip the layer",
         )
@@ -244,7 +244,7 @@ def _choose(
     raise UnreadableError(
         f"{len(best[2])} of {len(layers)} layers are quantised in the checkpoint",
         where=next(name for name in layers if name not in best[2]),
-        hint="pass skip to quantise_linears, so that the model is what was saved",
+        hint="pass skip to quantise_linears, so that the model matches the checkpoint",
     )
 
 
@@ -320,7 +320,7 @@ def _scatter(base: nn.Module, layers: Layers, source: Mapping[str, torch.Tensor]
     missing = tuple(key for key in report.missing if names.get(key) is not None)
     if missing or unused:
         raise UnreadableError(
-            f"the state dict does not fit the model: {describe_misfit(missing, unused)}",
+            f"the state dict does not match the model: {describe_misfit(missing, unused)}",
             where="load_quantised",
             hint="build and quantise the model as on rank 0",
         )

@@ -133,9 +133,9 @@ def _check_parts(parts: dict[str, torch.Tensor], facts: QuantisedLayer, where: s
     if set(parts) != {*expected, facts.text_key}:
         odd = sorted(set(parts) ^ {*expected, facts.text_key})
         raise UnreadableError(
-            f"the quant state of a 4-bit layer is not the expected one: {', '.join(odd)}",
+            f"unexpected quant state of a 4-bit layer: {', '.join(odd)}",
             where=where,
-            hint="load with load_quantised, after quantise_linears as the checkpoint was made (double quantisation, …)",
+            hint="load with load_quantised, after quantise_linears with the same options (double quantisation, …)",
         )
     for key, (shape, dtype) in expected.items():
         if tuple(parts[key].shape) != shape or parts[key].dtype != dtype:
@@ -159,7 +159,7 @@ def parse_text(text: bytes, facts: QuantisedLayer, where: str) -> None:
     for key, value in expected.items():
         if values[key] != value or type(values[key]) is not type(value):
             raise UnreadableError(
-                f"the quant state says {key} {values[key]!r}, the layer has {value!r}",
+                f"{key} is {values[key]!r} in the quant state, but {value!r} in the layer",
                 where=where,
                 hint="build and quantise the model as the checkpoint was",
             )
@@ -181,7 +181,7 @@ def _check_forward(layer: nn.Module, *_: object) -> None:
         )
     if isinstance(weight, torch.Tensor) and weight.dtype != facts.storage:
         raise UsageError(
-            f"the packed weights are stored as {facts.storage} but were gathered as {weight.dtype}: not the same bytes",
+            f"the packed weights are stored as {facts.storage} but gathered as {weight.dtype}, which changes the bytes",
             where=facts.fqn,
             hint=f"shard with param_dtype={facts.storage}, or quantise with storage=torch.uint8",
         )

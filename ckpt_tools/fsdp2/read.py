@@ -100,5 +100,5 @@ class BoxReader:
 def _dtype_of(dtype: torch.dtype) -> DType:
     found = BY_TORCH_NAME.get(str(dtype).removeprefix("torch."))
     if found is None:
-        raise UsageError(f"{dtype} is not a type that checkpoints hold")
+        raise UsageError(f"checkpoints cannot store {dtype}")
     return found

@@ -217,7 +217,7 @@ def _parts_of(model: nn.Module, optimizer: Optimizer | None, own: Mapping[str, o
             meta = [fqn for fqn, tensor in (*value.named_parameters(), *value.named_buffers()) if tensor.is_meta]
             if meta:
                 raise UsageError(
-                    f"{len(meta)} tensors of the model have no values: {first_few(meta, 4)}",
+                    f"tensors of the model have no values ({len(meta)} in all): {first_few(meta, 4)}",
                     where=f"save_checkpoint: {name}",
                     hint="load a checkpoint first",
                 )
@@ -289,7 +289,7 @@ def _publish(staging: Staging, state: State, digests: Mapping[str, str], mesh: M
         if not checked.ok:
             finding = checked.errors[0]
             raise CkptError(
-                f"the written checkpoint fails its check: {finding.what}",
+                f"the written checkpoint failed verification: {finding.what}",
                 where=finding.where,
                 hint="nothing was published",
             )

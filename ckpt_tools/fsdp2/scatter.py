@@ -81,7 +81,7 @@ def _gather_boxes(own: dict[str, Box]) -> list[dict[str, Box]]:
         if list(theirs) != list(boxes[0]):
             only = sorted(set(theirs) ^ set(boxes[0]))
             raise UsageError(
-                f"the models of rank 0 and rank {rank} differ: {first_few(only, 4) or 'another order of names'}",
+                f"the models of rank 0 and rank {rank} differ: {first_few(only, 4) or 'names in another order'}",
                 where="rank0_load",
                 hint="build the same model on every rank",
             )
@@ -151,7 +151,7 @@ def _opened(
         contract = settle_names(model, architecture, match, missing, targets, strict=strict)
         if strict and (contract.missing or contract.unexpected):
             raise UnreadableError(
-                f"the source does not fit the model: {describe_misfit(contract.missing, contract.unexpected)}",
+                f"the source does not match the model: {describe_misfit(contract.missing, contract.unexpected)}",
                 where="rank0_load",
                 hint="pass strict=False if that is intended",
             )

@@ -64,7 +64,7 @@ def check_names(state: Mapping[str, object]) -> None:
     for name in state:
         if not isinstance(name, str) or not name or "." in name or name in (MODEL_KEY, OPTIMIZER_KEY):
             raise UsageError(
-                f"{name!r} cannot name train state",
+                f"{name!r} is not a valid name for train state",
                 where="state",
                 hint=f"use a text without dots, other than {MODEL_KEY} and {OPTIMIZER_KEY}",
             )
@@ -99,7 +99,7 @@ def model_of(optimizer: Optimizer, name: str, models: Mapping[str, nn.Module]) -
     raise UsageError(
         f"no model has all parameters of this optimizer; the models are {', '.join(models)}",
         where=f"state[{name!r}]",
-        hint="pass its model in state, too; where it trains several, put them into one nn.ModuleDict",
+        hint="pass its model in state too; if it trains several, put them into one nn.ModuleDict",
     )
 
 
@@ -111,7 +111,7 @@ def leaves(value: object, path: KeyPath, *, wants_text: bool = False) -> Iterato
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             if wants_text and type(key) is not str:
-                what = f"the key {key!r} is not text, and would come back as text"
+                what = f"the key {key!r} is not text, but would be loaded as text"
                 raise UsageError(what, where=f"state: {fqn_of(path)}")
             yield from leaves(inner, (*path, str(key)), wants_text=wants_text)
     elif isinstance(value, list) and any(map(_is_flattened, value)):
@@ -169,7 +169,7 @@ def _digest(leaf: object, fqn: str) -> str:
         kind = str(leaf.dtype).removeprefix("torch.")
         if leaf.is_meta or leaf.layout is not torch.strided or kind not in BY_TORCH_NAME:
             what = "no values" if leaf.is_meta else f"{leaf.layout}, {leaf.dtype}"
-            raise UsageError(f"a tensor that no checkpoint can hold: {what}", where=f"state: {fqn}")
+            raise UsageError(f"a tensor that checkpoints cannot store: {what}", where=f"state: {fqn}")
         if isinstance(leaf, DTensor) or world_size() == 1:
             return ""
         return f"{kind} {list(leaf.shape)} {digest_bytes(bytes_of(leaf.detach().cpu()).numpy().tobytes())}"
@@ -199,9 +199,9 @@ def _check_equal(digests: Mapping[str, Mapping[str, str]]) -> None:
     ranks = gather([fqn for fqn in (*first, *own) if first.get(fqn) != own.get(fqn)])
     rank, fqns = next((rank, found) for rank, found in enumerate(ranks) if found)
     raise UsageError(
-        f"rank {rank} and rank 0 differ in {first_few(list(dict.fromkeys(fqns)), 4)}, and one copy is stored",
+        f"rank {rank} and rank 0 differ in {first_few(list(dict.fromkeys(fqns)), 4)}, but only one copy is stored",
         where=f"state[{names[0]!r}]",
-        hint="wrap it in PerRank when every rank has its own (RngState for random generators)",
+        hint="wrap it in PerRank if every rank has its own value (RngState for random generators)",
     )
 
 
@@ -216,14 +216,14 @@ def rebuild(
     if list(items) == [()]:
         return read(items[()], like)
     if () in items:
-        raise UnreadableError("is stored as one value and as several", where=name)
+        raise UnreadableError("is stored both as one value and as several", where=name)
     branches: dict[str | int, dict[KeyPath, T]] = {}
     for path, item in items.items():
         branches.setdefault(path[0], {})[path[1:]] = item
     numbers = [key for key in branches if isinstance(key, int)]
     if numbers:
         if sorted(numbers) != list(range(len(branches))):
-            raise UnreadableError("is a list of which parts are missing", where=name)
+            raise UnreadableError("is a list with missing elements", where=name)
         given = like if isinstance(like, list) and len(like) == len(branches) else [None] * len(branches)
         return [rebuild(branches[i], given[i], read, notes, f"{name}.{i}") for i in range(len(branches))]
     keys: dict[Any, Any] = {str(key): key for key in like} if isinstance(like, Mapping) else {}
@@ -233,7 +233,7 @@ def rebuild(
         result = copy.copy(like)  # a Counter stays one
         result.clear()
     if not keys and all(key.isdecimal() for key in map(str, branches)):
-        notes.append(f"{name}: its keys ({first_few(list(map(str, branches)), 3)}) came back as text")
+        notes.append(f"{name}: its keys ({first_few(list(map(str, branches)), 3)}) were loaded as text")
     for key, inner in branches.items():
         own = keys.get(key, int(key) if is_numbered and str(key).isdecimal() else key)
         inside = like.get(own) if isinstance(like, Mapping) else None

@@ -70,7 +70,7 @@ def frozen(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
         UsageError: A glob that matches nothing, or a model that is sharded already.
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise UsageError("the model is sharded already", hint="freeze before shard_model")
+        raise UsageError("the model is already sharded", hint="freeze before shard_model")
     names = find_parameters(model, patterns, "frozen")
     for fqn in names:
         model.get_parameter(fqn).requires_grad_(False)

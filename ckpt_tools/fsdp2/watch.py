@@ -125,7 +125,7 @@ class Watch:
         depth = self._depth[event.key] = max(0, self._depth.get(event.key, 0) - 1)
         # A group of several modules is entered through each of them.
         if depth and event.reshards and len(event.modules) == 1:
-            self.report("double-wrap", fqn, "was entered again inside its own forward pass, which reshards at the end")
+            self.report("double-wrap", fqn, "was called again inside its own forward pass, which reshards at the end")
         if len(event.modules) > 1 and event.output is None:
             self._depth[event.key] = 0
         if not torch.is_grad_enabled():
@@ -165,7 +165,7 @@ class Watch:
         for group in internals.read_groups(model):
             for param in group.params if group.sharding == "UNSHARDED" else ():
                 if param.gathered is not None and address == _address(param.gathered) != _address(param.sharded):
-                    what = f"{name}() writes what was gathered, which is thrown away ({_outer_site()})"
+                    what = f"{name}() writes into the gathered parameter, which is discarded ({_outer_site()})"
                     self.report("lost-write", param.fqn, what)
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:

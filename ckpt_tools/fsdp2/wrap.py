@@ -38,20 +38,20 @@ def find_styles(model: nn.Module, plan: TpPlan | str) -> dict[str, str | Paralle
     """Return module FQN → style for every module that `plan` names; "auto" takes the plan of the model itself."""
     if isinstance(plan, str):
         if plan != "auto":
-            raise UsageError(f"{plan!r} is not a plan", hint='use "auto", or a mapping of module names to styles')
+            raise UsageError(f"unknown plan {plan!r}", hint='use "auto", or a mapping of module names to styles')
         own = getattr(model, "tp_plan", None)
         if not isinstance(own, Mapping) or not own:
             raise UsageError(
-                f"{type(model).__name__} has no tensor-parallel plan of its own",
+                f"{type(model).__name__} defines no tensor-parallel plan",
                 where="tp_plan",
                 hint='pass one: {"layers.*.q_proj": "colwise", "layers.*.o_proj": "rowwise"}',
             )
         found = _expand(model, own, optional=True)
         if not found:
             raise UsageError(
-                f"the tensor-parallel plan of {type(model).__name__} names none of its modules",
+                f"the tensor-parallel plan of {type(model).__name__} matches none of its modules",
                 where="tp_plan",
-                hint="adapters change the names of modules: pass a plan with the names of model.named_modules()",
+                hint="adapters rename modules: pass a plan with the names in model.named_modules()",
             )
         return found
     return _expand(model, plan, optional=False)
@@ -108,20 +108,20 @@ def apply_styles(model: nn.Module, styles: Mapping[str, str | ParallelStyle], me
 def _check(model: nn.Module, name: str, module: nn.Module, style: str, size: int) -> None:
     if not isinstance(module, _MEANT):
         raise UsageError(
-            f"{style} cuts linear layers and embeddings, but this is a {type(module).__name__}", where=name
+            f"{style} applies to linear layers and embeddings, but this is a {type(module).__name__}", where=name
         )
     dim = _weight_dim(module, style)
     length = module.weight.shape[dim]
     if length % size:
         raise UsageError(
-            f"{style} cuts dim {dim} of the weight, and its {length} elements are not divisible by tp={size}",
+            f"{style} shards dim {dim} of the weight, whose size {length} is not divisible by tp={size}",
             where=name,
             hint="leave the module out of the plan, or choose a size that divides it",
         )
     head_dim = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
     if isinstance(head_dim, int) and head_dim > 0 and isinstance(module, nn.Linear) and (length // size) % head_dim:
         raise UsageError(
-            f"tp={size} would tear attention heads apart: {length // head_dim} heads of {head_dim} features",
+            f"tp={size} would split attention heads: {length // head_dim} heads of {head_dim} features",
             where=name,
             hint="choose a tp that divides the number of (key-value) heads",
         )
@@ -151,7 +151,7 @@ def _tie_again(model: nn.Module, ties: Ties) -> None:
         kinds = {tuple(p.placements) if isinstance(p, DTensor) else None for p in parameters}
         if len(kinds) > 1:
             raise UsageError(
-                f"tied parameters must be cut the same way: {', '.join(group)}",
+                f"tied parameters must be sharded the same way: {', '.join(group)}",
                 where="tp_plan",
                 hint="use the same dim for all of them (colwise for a head, embedding_rowwise for its embedding)",
             )
@@ -230,7 +230,7 @@ def shard_model(
     policy = policy or Policy()
     if policy.strategy == "no_shard":
         refuse_older("torch", "no_shard")
-    refuse_sharded(model, hint="build it again, or shard only what is not sharded yet")
+    refuse_sharded(model, hint="rebuild the model, or shard only the modules that are not sharded yet")
     _check_axes(mesh, tp_plan)
     dp = fsdp_mesh(mesh)
     policy.check_mesh(dp)
@@ -304,7 +304,7 @@ def refuse_sharded(model: nn.Module, *, why: str = "", hint: str) -> None:
     """Refuse a model in which something is sharded."""
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            raise UsageError(f"the model is sharded already{why}", where=name or type(model).__name__, hint=hint)
+            raise UsageError(f"the model is already sharded{why}", where=name or type(model).__name__, hint=hint)
 
 
 def _check_axes(mesh: DeviceMesh, tp_plan: TpPlan | str | None) -> None:
@@ -315,9 +315,9 @@ def _check_axes(mesh: DeviceMesh, tp_plan: TpPlan | str | None) -> None:
                 f"the axis {name} is not supported on live models", hint=f"use {', '.join((*FSDP_AXES, TP_AXIS))}"
             )
     if tp_plan is not None and TP_AXIS not in names:
-        raise UsageError("a tensor-parallel plan needs a mesh with the axis tp", hint="add tp=N to the mesh")
+        raise UsageError("a tensor-parallel plan needs a mesh with a tp axis", hint="add tp=N to the mesh")
     if tp_plan is None and TP_AXIS in names and mesh[TP_AXIS].size() > 1:
-        raise UsageError("the mesh has the axis tp, but no plan says what to cut along it", hint='pass tp_plan="auto"')
+        raise UsageError("the mesh has a tp axis, but there is no plan for it", hint='pass tp_plan="auto"')
 
 
 def _ignored(model: nn.Module, globs: Sequence[str]) -> tuple[str, ...]:

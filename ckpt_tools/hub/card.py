@@ -93,10 +93,10 @@ class CardFacts(CardFields):
     def check(self) -> None:
         """Refuse a base model or dataset that is no hub id; the hub itself judges the rest before anything is sent."""
         if self.base_model is not None and hub_id_of(self.base_model) != self.base_model:
-            raise UsageError(f"{self.base_model!r} is not a hub id", hint="--base-model takes ORG/NAME")
+            raise UsageError(f"{self.base_model!r} is not a hub id", hint="use --base-model ORG/NAME")
         for named in self.datasets:
             if not is_hub_id(named):
-                raise UsageError(f"{named!r} is not a hub id", hint="--dataset takes ORG/NAME")
+                raise UsageError(f"{named!r} is not a hub id", hint="use --dataset ORG/NAME")
 
 
 def front_keys(facts: CardFacts) -> dict[str, object]:
@@ -143,9 +143,9 @@ def notes_on(facts: CardFacts, asked: CardFacts, text: str) -> list[str]:
     missing = [key for key in front_keys(facts) if key not in known]
     wanted = front_keys(asked).items()
     kept = [f"{key}: {known[key]}" for key, value in wanted if key in known and not has(known[key], value)]
-    notes = [f"{CARD_NAME} is written in a way that ckpt cannot extend: add {', '.join(missing)}"] if missing else []
-    notes += [f"{CARD_NAME} keeps what it says already: {escape_name('; '.join(kept))}"] if kept else []
-    return notes + [f"{CARD_NAME} has no <Gallery />: add it where the samples are to be shown"] * (
+    notes = [f"ckpt cannot extend this {CARD_NAME}: add {', '.join(missing)} yourself"] if missing else []
+    notes += [f"{CARD_NAME} keeps its own values: {escape_name('; '.join(kept))}"] if kept else []
+    return notes + [f"{CARD_NAME} has no <Gallery />: add it where the samples should appear"] * (
         bool(facts.gallery) and "<Gallery" not in text
     )
 

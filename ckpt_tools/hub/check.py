@@ -85,12 +85,12 @@ def check_directory(
     num_tensors = sum(_check_checkpoint(source, name, chosen, num_workers, notes) for name in _directories(chosen))
     pickles = [path for path in chosen if path.endswith(_PICKLES)]
     if pickles:
-        notes.append(f"{first_few(pickles)}: pickled: loading them runs any code that they contain")
+        notes.append(f"{first_few(pickles)}: pickle files; loading them runs any code that they contain")
     kind, adapters = _kind(top), check_adapters(source, chosen)
     if kind == "weights" and num_tensors and not adapters and not any(path.endswith(METADATA_NAME) for path in chosen):
-        notes.append("no config.json beside the weights: transformers and diffusers cannot load them by themselves")
+        notes.append("no config.json beside the weights: transformers and diffusers cannot load them without one")
     if any(path.rpartition("/")[2] == METADATA_NAME for path in chosen):
-        notes.append("a sharded training checkpoint: ckpt gather converts it to files that others can load")
+        notes.append("this is a sharded training checkpoint: ckpt gather converts it to files that others can load")
     return kind, adapters, notes
 
 
@@ -108,11 +108,13 @@ def _check_adapter(source: Source, top: set[str]) -> None:
     weights = [name for name in ADAPTER_WEIGHTS if name in there]
     if weights and ADAPTER_CONFIG not in top:
         is_there = ADAPTER_CONFIG in there
-        what, hint = ("is left out", "push it as well") if is_there else ("is missing", "ckpt export-lora writes one")
+        what, hint = ("is left out", "push it as well") if is_there else ("is missing", "write one: ckpt export-lora")
         where = source.root
-        raise UsageError(f"an adapter whose {ADAPTER_CONFIG} {what}: no loader could use it", where=where, hint=hint)
+        raise UsageError(
+            f"{ADAPTER_CONFIG} {what}, and no loader can use the adapter without it", where=where, hint=hint
+        )
     if ADAPTER_CONFIG in top and not weights:
-        raise UnreadableError(f"{ADAPTER_CONFIG} without an adapter beside it", where=source.root, hint="save it again")
+        raise UnreadableError(f"there is no adapter beside {ADAPTER_CONFIG}", where=source.root, hint="save it again")
 
 
 def _directories(chosen: Iterable[str]) -> list[str]:
@@ -156,25 +158,25 @@ def _check_parts(root: str, names: list[str]) -> None:
     """Refuse numbered files without the index that says what the others hold: the last one may be missing."""
     parts = [name for name in names if _PART.fullmatch(name) and not SHARDED_FILE.fullmatch(name)]
     if parts and not any(name.endswith(INDEX_SUFFIX) for name in os.listdir(root)):
-        what = f"{first_few(parts)}: parts of a model without the index that names them all"
+        what = f"{first_few(parts)}: numbered parts of a model, but the index that lists them is missing"
         raise UnreadableError(what, where=root, hint="restore the index, or save the model again")
 
 
 def _check_opened(opened: Opened, root: str, inside: set[str], num_workers: int, notes: list[str]) -> int:
     missing = sorted(set(opened.checkpoint.files) - inside)
     if missing and len(missing) < len(opened.checkpoint.files):
-        what = f"{first_few(missing)} would be left out, and the checkpoint needs it"
+        what = f"{first_few(missing)} would be left out, but the checkpoint needs it"
         raise UsageError(what, where=root, hint="push all of the checkpoint, or none of it")
     if missing:
         return 0
     result = verify(opened, level="values", num_workers=num_workers, purpose="weights")
     if errors := [finding for finding in result.errors if finding.code not in (*VALUE_CODES, DANGER)]:
-        more = f" (and {len(errors) - 1} more findings)" if len(errors) > 1 else ""
-        what = f"not pushed, because it is not complete: {errors[0].what}{more}"
-        hint = f"ckpt verify {root} lists everything"
+        more = f" (findings in total: {len(errors)})" if len(errors) > 1 else ""
+        what = f"not pushed, because the checkpoint is not intact: {errors[0].what}{more}"
+        hint = f"run ckpt verify {root} for all findings"
         raise UnreadableError(what, where=f"{root}: {errors[0].where}", hint=hint)
     notes += [f"{each.code}: {each.where}: {each.what}" for each in result.findings if each.code in VALUE_CODES]
     notes.append(opened.identity.title)
     if not result.tensors:
-        raise UnreadableError("a checkpoint without a single tensor", where=root)
+        raise UnreadableError("the checkpoint contains no tensors", where=root)
     return result.tensors

@@ -92,25 +92,25 @@ _BY_STATUS: Mapping[int, tuple[str, str | None]] = {
     402: ("{doing}: out of storage, or payment required{says}", "free storage of {owner} or extend it: {billing}"),
     403: (
         "{doing}: the token may not write to {repo}{says}",
-        "use a token with the right to write to it ({settings}), or propose the change: --create-pr",
+        "use a token with write access to it ({settings}), or propose the change: --create-pr",
     ),
     404: (
         "{doing}: no such repository, or the token may not see it{says}",
         "check the name, and that the token's user is a member of the organization",
     ),
-    409: ("{doing}: another change is under way{says}", "run the command again in a minute"),
+    409: ("{doing}: another change is in progress{says}", "run the command again in a minute"),
     412: (
         "somebody else committed to {revision} meanwhile; nothing of this push was committed",
-        "run the command again: ckpt plans again, and skips what is already uploaded",
+        "run the command again: it skips what is already uploaded",
     ),
     413: (
         "{doing}: too large for the hub{says}",
-        "write smaller files (ckpt gather --max-shard-size 5GB), or leave some out (--exclude GLOB)",
+        "write smaller files (ckpt gather --max-shard-size 5GB), or leave some files out (--exclude GLOB)",
     ),
     429: ("{doing}: too many requests{tries}{wait}{says}", "run the command again later"),
 }
 _BY_CODE: Mapping[str, tuple[str, str | None]] = {
-    "GatedRepo": ("{doing}: the repository is gated{says}", "ask for access at {page}"),
+    "GatedRepo": ("{doing}: the repository is gated{says}", "request access at {page}"),
     "RevisionNotFound": (
         "{repo} has no revision {revision!r}",
         "create that branch on the hub first, or push to main ({page}/tree/main)",
@@ -120,7 +120,7 @@ _BY_CODE: Mapping[str, tuple[str, str | None]] = {
 """X-Error-Code → what and hint, before the status counts."""
 _NOT_IN_NAMESPACE = (
     "the token may not create repositories in {owner}{says}",
-    "use a token with the right to write to repositories of {owner}: {settings}",
+    "use a token with write access to repositories of {owner}: {settings}",
 )
 
 
@@ -155,9 +155,9 @@ def _words(refusal: RefusalError, status: int, *, creates: bool) -> tuple[str, s
         return _BY_STATUS[402]
     if status == 403 and creates:
         return _NOT_IN_NAMESPACE
-    failed = ("{doing}: the hub failed with status {status}{tries}{says}", _AGAIN)
+    failed = ("{doing}: the hub returned status {status}{tries}{says}", _AGAIN)
     return _BY_STATUS.get(
-        status, failed if status >= 500 else ("{doing}: the hub refused with status {status}{says}", None)
+        status, failed if status >= 500 else ("{doing}: the hub refused the request with status {status}{says}", None)
     )
 
 
@@ -169,7 +169,7 @@ def _unanswered(refusal: RefusalError, doing: str, tries: str) -> tuple[str, str
         hint = "check the address of the hub: a proxy or a login page may have answered"
         return f"{doing}{detail}", hint if refusal.code == "NotJson" else None
     if refusal.was_sent:
-        return f"{doing}: the connection to the hub broke{tries}{detail}", _AGAIN
+        return f"{doing}: the connection to the hub was lost{tries}{detail}", _AGAIN
     hint = "check the network, and HF_ENDPOINT and HTTPS_PROXY if they are set"
     return f"{doing}: cannot reach the hub{tries}{detail}", hint
 
@@ -195,11 +195,11 @@ class Hub:
         try:
             _utils().validate_repo_id(repo)
         except ValueError:
-            hint = "write namespace/name with letters, digits, '-', '_' and '.'"
-            raise UsageError(f"{repo!r} cannot name a repository", hint=hint) from None
+            hint = "use ORG/NAME with letters, digits, '-', '_' and '.'"
+            raise UsageError(f"{repo!r} is not a valid repository name", hint=hint) from None
         self.repo = repo
         if "/" not in repo:  # a bare name on the hub is somebody's old model, not one's own
-            doing = "asking who the token belongs to"
+            doing = "looking up the token's owner"
             self.repo = f"{self.call(doing, lambda: str(self.api.whoami()['name']))}/{repo}"
 
     @property
@@ -239,7 +239,7 @@ class Hub:
 
     def pause(self, doing: str, seconds: float) -> None:
         """Wait before another try."""
-        self.log(f"{doing}: trying again in {seconds:.0f} s")
+        self.log(f"{doing}: retrying in {seconds:.0f} s")
         time.sleep(seconds)
 
     def snapshot(self, commit: str | None = None) -> Remote:
@@ -282,7 +282,7 @@ class Hub:
 
     def ask(self, source: Source, files: Sequence[LocalFile], *, create_pr: bool) -> dict[str, KeepAnswer]:
         """Ask how the hub will keep `files`; nothing is stored. A pull request (`create_pr`) takes fewer rights."""
-        doing = "asking how the files will be kept"
+        doing = "asking the hub how it stores the files"
         found: dict[str, KeepAnswer] = {}
         for start in range(0, len(files), ASK_FILES):
             rows = []
@@ -302,7 +302,7 @@ class Hub:
     def offers_xet(self, *, create_pr: bool) -> bool:
         """Return True if this hub has Xet; raise HubError if the token may not write here or the hub is away."""
         route = self._route("xet-write-token", create_pr=create_pr)
-        return self._request("asking for the storage", "GET", route) is not None
+        return self._request("asking the hub for its storage", "GET", route) is not None
 
     def validate_card(self, text: str) -> None:
         """Raise HubError with the hub's reasons if it does not take a model card: it would refuse the commit."""
@@ -311,8 +311,8 @@ class Hub:
         rows = found.get("errors") if isinstance(found, dict) else None
         reasons = [str(row.get("message")) for row in rows or () if isinstance(row, dict)]
         if reasons:
-            what = f"the hub refuses the model card: {scrub('; '.join(reasons), self.account.token)}"
-            raise HubError(what, where=CARD_NAME, hint="fix README.md or the option, or leave it out: --no-card")
+            what = f"the hub rejects the model card: {scrub('; '.join(reasons), self.account.token)}"
+            raise HubError(what, where=CARD_NAME, hint="fix README.md or the option, or push without a card: --no-card")
 
     def _route(self, name: str, *, create_pr: bool) -> str:
         return f"models/{self.repo}/{name}/{quote(self.revision, safe='')}" + "?create_pr=1" * create_pr
@@ -349,7 +349,7 @@ def _bound_session(*, undo: bool = False) -> None:
         session: httpx2.Client = _utils().get_session()
     except (ImportError, OSError, ValueError) as error:
         hint = "check the proxies (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and certificates (SSL_CERT_FILE) that are set"
-        raise HubError(f"no connection can be set up: {scrub(str(error), None)}", hint=hint) from None
+        raise HubError(f"cannot set up a connection: {scrub(str(error), None)}", hint=hint) from None
     ours, theirs = httpx2.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S), httpx2.Timeout(None)
     if session.timeout == (ours if undo else theirs):
         session.timeout = theirs if undo else ours

@@ -115,7 +115,7 @@ def facts_of(
     relation: Relation | None = "adapter" if adapters else _relation(source, chosen)
     notes = facts.notes
     if relation not in (None, "adapter") and facts.base_model is None:
-        notes = (*notes, "the base model is not known: --base-model ORG/NAME puts it into the card")
+        notes = (*notes, "the base model is not known: add --base-model ORG/NAME to put it into the card")
     return replace(facts, relation=relation, instance_prompt=prompt, training=training, notes=notes)
 
 
@@ -162,7 +162,7 @@ def base_model_of(text: str | None, *, root: str) -> tuple[str | None, tuple[str
     if found is not None and not (found == text and is_here):
         return found, ()
     what = f"the base model is a local path ({escape_name(text)})"
-    return None, (f"{what}, which the card leaves out; --base-model names it",)
+    return None, (f"{what}, which the card leaves out; name it with --base-model",)
 
 
 def _peft(source: Source) -> CardFacts:

@@ -44,13 +44,13 @@ def _block(text: str) -> re.Match[str] | None:
 
 def read_front_matter(text: str) -> dict[str, object]:
     """Return the keys of a README's front matter; none if it has none."""
-    match, why = _block(text), "is not a mapping of keys to values"
+    match, why = _block(text), "is not a YAML mapping"
     try:
         found = yaml.safe_load(match[2]) if match is not None else None
     except (yaml.YAMLError, ValueError, RecursionError):
         found, why = [], "is not valid YAML"
     if found is not None and not isinstance(found, dict):
-        hint = "fix the part between the first two lines of dashes; the hub refuses it as well"
+        hint = "fix the YAML between the first two lines of dashes; the hub rejects it too"
         raise UnreadableError(f"the front matter of the model card {why}", where=CARD_NAME, hint=hint)
     return {str(key): value for key, value in (found or {}).items()}
 
@@ -100,5 +100,5 @@ def name_base(text: str, base_model: str | None) -> str:
         if (named := with_keys(text, changes)) != text:
             return named
     what = f"the model card names the base model by a local path: base_model is {paths[0]}"
-    hint = "--base-model ORG/NAME puts the hub id into the uploaded card; or fix README.md"
+    hint = "add --base-model ORG/NAME to put the hub id into the uploaded card, or fix README.md"
     raise UnreadableError(what, where=CARD_NAME, hint=hint)

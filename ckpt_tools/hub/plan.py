@@ -67,13 +67,13 @@ def list_directory(
         elif path in excluded:
             left_out.append((path, "--exclude"))
         elif not include and (reason := _why_private(names[path])) is not None:
-            left_out.append((path, f"{reason}; --include uploads it"))
+            left_out.append((path, f"{reason}; use --include to upload it"))
         else:
             if escape_name(path) != path or "\\" in path:
-                raise UsageError("the hub cannot hold a file of this name", where=path, hint="rename or exclude it")
+                raise UsageError("the hub does not support this file name", where=path, hint="rename or exclude it")
             source.path(path)  # refuses a link that leads out
             if not keep_pickles and (runs := why_not_inert(source, path, nbytes)):
-                left_out.append((path, f"loading it runs {escape_name(runs)}; --keep-pickles uploads it"))
+                left_out.append((path, f"loading it runs {escape_name(runs)}; use --keep-pickles to upload it"))
             else:
                 chosen[path] = nbytes
     if not chosen:
@@ -84,7 +84,7 @@ def list_directory(
 def _why_private(name: str) -> str | None:
     """Return why a file is not uploaded unless `--include` asks for it; None if it is."""
     secret = "may hold a secret" if _SECRET.fullmatch(name) else None
-    return "a trainer's own state" if _STATE.fullmatch(name) else secret
+    return "trainer state" if _STATE.fullmatch(name) else secret
 
 
 def _odd_entries(root: str) -> list[tuple[str, str]]:
@@ -113,7 +113,7 @@ def _odd_entries(root: str) -> list[tuple[str, str]]:
 
 def _matching(files: Iterable[str], globs: Sequence[str], option: str) -> set[str]:
     matched: set[str] = set()
-    options = {"hint": "it is matched against file names", "kind": "file"}
+    options = {"hint": "patterns are matched against file names", "kind": "file"}
     for glob in globs:
         names = {path: (_swap(path if "/" in glob else path.rpartition("/")[2]),) for path in files}
         matched |= find_named(f"{option} {glob}", _swap(glob), names, **options)

@@ -83,16 +83,16 @@ def add_gallery(directory: str, root: str, local: dict[str, LocalFile]) -> tuple
             if is_outside:
                 file = file_of_bytes(url, source.read(name, 0, sizes[name]))
                 if local.setdefault(url, file).sha256 != file.sha256:
-                    what = f"--samples and the directory have different files {url}"
+                    what = f"--samples and the directory contain different files named {url}"
                     raise UsageError(what, where=directory, hint="rename one of them")
             if url in local:
                 gallery.append(Sample(url=url, prompt=_prompt(source, name, sizes, listed)))
     if not gallery:
-        hint = f"files of up to {MAX_SAMPLE_BYTES >> 20} MiB that end in {', '.join(_MEDIA)}"
+        hint = f"add files of up to {MAX_SAMPLE_BYTES >> 20} MiB that end in {', '.join(_MEDIA)}"
         raise UsageError("no image or video in --samples", where=directory, hint=hint)
     notes = [f"the gallery shows {MAX_SAMPLES} of {len(names)} samples"] if len(names) > MAX_SAMPLES else []
     if silent := [each.url for each in gallery if each.prompt is None]:
-        notes.append(f"no prompt is known of {first_few(silent)}: a .txt of the same name beside it says one")
+        notes.append(f"no prompt for {first_few(silent)}: put it into a .txt of the same name beside the sample")
     return tuple(gallery), tuple(notes)
 
 
@@ -255,7 +255,7 @@ def _upload_large(hub: Hub, send: Callable[[], None], *, create_pr: bool) -> Non
         try:
             return hub.call("uploading to Xet", send, retries=False)
         except HubError as error:
-            hub.log(f"{error.what}; trying without Xet")
+            hub.log(f"{error.what}; retrying without Xet")
         finally:
             for name in ours:
                 os.environ.pop(name, None)
@@ -296,7 +296,7 @@ def commit(
         may_be_done = refusal.was_sent and refusal.status != 429  # the hub may have committed, and its answer got lost
         if create_pr and may_be_done:
             page = f"{hub.account.endpoint}/{hub.repo}/discussions"
-            hint = f"check whether it is there before you run the command again: {page}"
+            hint = f"check whether the pull request exists before you run the command again: {page}"
             raise HubError(problem.what, where=problem.where, hint=hint)
         if may_be_done and (now := hub.snapshot()).commit != parent:
             return _recognise(hub, now, additions, deletions, local)
@@ -330,7 +330,7 @@ def _recognise(
     has_all = all(now.holds(local[addition.path_in_repo]) for addition in additions)
     if now.commit is None or not has_all or any(gone.path_in_repo in now.files for gone in deletions):
         raise hub.error("committing", RefusalError(412, ""))
-    note = "the hub's answer to the commit was lost, but the commit was made"
+    note = "the hub made the commit, but its response was lost"
     return Committed(oid=now.commit, pull_request=None, notes=(note,))
 
 
@@ -350,14 +350,14 @@ def check_arrival(
     """
     findings, remote = [], hub.snapshot(oid)
     if not remote.exists:
-        raise CkptError("the repository is gone", where=hub.where)
+        raise CkptError("the repository no longer exists", where=hub.where)
     for plan in planned:
         there = remote.files.get(plan.path)
         if plan.state == "deleted":
             if there is not None:
-                findings.append(_finding("not-deleted", plan.path, "it should have been deleted, but is still there"))
+                findings.append(_finding("not-deleted", plan.path, "it should have been deleted, but still exists"))
         elif there is None:
-            findings.append(_finding("not-arrived", plan.path, "the hub does not have it"))
+            findings.append(_finding("not-arrived", plan.path, "the hub does not have this file"))
         elif not remote.holds(local[plan.path]):
             what = f"the hub has different content ({there.nbytes} bytes)"
             findings.append(_finding("arrived-different", plan.path, what))
@@ -369,7 +369,7 @@ def check_arrival(
     for path in read_back:
         sha256, expected = found[path].sha256, local[path].sha256
         if sha256 != expected:
-            what = f"the hub reports the file but returns different bytes: sha256 {sha256}, not {expected}"
+            what = f"the hub lists the file but returns different bytes: sha256 must be {expected}, got {sha256}"
             findings.append(_finding("arrived-different", path, what))
     return tuple(findings), sum(file.nbytes for file in found.values())
 
@@ -408,7 +408,7 @@ class Push:
         """Push, or with `dry_run` return what would be pushed."""
         options = self._options
         if options.create_pr and options.revision not in (None, "main"):
-            raise UsageError("a pull request is made against main", hint="leave --revision out, or --create-pr")
+            raise UsageError("a pull request needs revision main", hint="leave out --revision or --create-pr")
         self._asked.check()
         start = time.monotonic()
         account = find_pusher(endpoint=options.endpoint, token=options.token)
@@ -463,7 +463,7 @@ class Push:
         hub = self._hub
         self._remote = hub.snapshot()
         if self._remote.exists and self._options.private and self._remote.private is False:
-            what = f"{hub.repo} is public, but --private was given; nothing was uploaded"
+            what = f"--private was given, but {hub.repo} is public; nothing was uploaded"
             hint = "make it private on the hub, choose another name, or leave --private out"
             raise HubError(what, where=hub.where, hint=hint)
         if not self._remote.exists and hub.revision != "main":
@@ -535,8 +535,8 @@ class Push:
         answers = self._hub.ask(self._source, files, create_pr=options.create_pr) if files else {}
         self._planned = plan_files(local, remote, answers, delete_stale=options.delete_stale)
         if not options.delete_stale and (stale := stale_weights(local, remote)):
-            what = f"the repository holds weights that this directory does not: {first_few(stale)}"
-            self._notes.append(f"{what}; a loader may load those (--delete-stale deletes them)")
+            what = f"the repository contains weights that this directory does not: {first_few(stale)}"
+            self._notes.append(f"{what}; a loader may pick those up (--delete-stale deletes them)")
 
     def _commit(self, *, created: bool) -> Committed | None:
         from huggingface_hub import CommitOperationDelete
@@ -544,7 +544,7 @@ class Push:
         hub, planned, options = self._hub, self._planned, self._options
         ignored = [plan.path for plan in planned if plan.state == "ignored"]
         if ignored:
-            what = f"the repository's .gitignore leaves out {first_few(ignored)}"
+            what = f"the repository's .gitignore excludes {first_few(ignored)}"
             hint = "change the .gitignore on the hub, or exclude them here as well: --exclude GLOB"
             raise HubError(what, where=hub.where, hint=hint)
         sending = [plan for plan in planned if plan.is_sent]
@@ -587,8 +587,8 @@ class Push:
             findings, nbytes = check_arrival(hub, oid, planned, local, paths, num_workers=workers, progress=receiver)
         except BaseException as error:
             if done is not None:
-                error.add_note(f"the commit {oid} was made, but the check of what arrived did not finish")
-                error.add_note("ckpt push … --check all checks everything")
+                error.add_note(f"commit {oid} was made, but the check of the uploaded files did not finish")
+                error.add_note("run the same ckpt push with --check all to check every file")
             raise
         self._source.check_unchanged()
         if level == "names":
@@ -612,11 +612,11 @@ def push(options: PushOptions) -> PushResult:
     """
     path = os.fspath(options.directory)
     if is_remote(path):
-        hint = f"bring it here first: ckpt gather {path} DIR, and push DIR"
-        raise UsageError("push takes a directory of this machine", where=path, hint=hint)
+        hint = f"copy it here first: ckpt gather {path} DIR, then push DIR"
+        raise UsageError("push needs a directory on this machine", where=path, hint=hint)
     if not os.path.isdir(path):
         if os.path.lexists(path):
-            raise UsageError("push takes a directory", where=path)
+            raise UsageError("push needs a directory", where=path)
         raise MissingError("no such directory", where=path, hint=likely(path))
     with leased(path):
         return Push(options, options.num_workers or default_num_workers()).run()

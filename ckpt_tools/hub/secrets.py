@@ -59,8 +59,8 @@ def refuse_secrets(source: Source, files: Iterable[LocalFile], token: str | None
     first, *others = found
     also = [f"{each.path}, line {each.line}: {each.kind}" for each in others[: _MAX_NAMED - 1]]
     also += [f"and {len(others) - _MAX_NAMED + 1} more"] if len(others) >= _MAX_NAMED else []
-    what = f"the file holds what looks like {first.kind}" + (f" (also {'; '.join(also)})" if also else "")
-    hint = f"remove and revoke it, or leave the file out: --exclude {first.path}"
+    what = f"the file contains what looks like {first.kind}" + (f" (also {'; '.join(also)})" if also else "")
+    hint = f"remove and revoke the secret, or leave the file out: --exclude {first.path}"
     raise UsageError(what, where=f"{first.path}, line {first.line}", hint=hint)
 
 

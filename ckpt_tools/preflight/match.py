@@ -37,7 +37,7 @@ COMPARE = "ckpt_tools.preflight.meta_model:compare"  # What runs in the child
 SAMPLE_BYTES = 128 << 20  # Of the smallest tensors, whose values are looked at
 _TIED_BYTES = 1 << 16  # of two tied tensors, to see whether they are the same
 _SAVES_OPTIMIZER: Mapping[str, str] = {
-    "torchtitan": "or load only the weights: checkpoint.initial_load_path with initial_load_model_only = true",
+    "torchtitan": "or load only the weights: set checkpoint.initial_load_path with initial_load_model_only = true",
     "accelerate": "or start over: pass the weights as the model, not as the checkpoint to resume from",
 }
 
@@ -145,13 +145,13 @@ def _check(
 def _not_compared(comparison: Comparison, view: ModelView, reads: Reads, spec: ParallelSpec) -> Iterator[str]:
     left = map(strip_wrappers, comparison.left)
     if spec.framework == "torchtitan" and not comparison.found and is_native_titan(left):
-        yield "names and shapes: the checkpoint has torchtitan's own names, config.json transformers'"
+        yield "names and shapes: the checkpoint uses torchtitan's names, config.json those of transformers"
     if view.reads is None and comparison.found:
         yield "what each rank reads: the config's mesh is not known"
     elif reads.unknown is not None:
         yield f"what each rank reads: {reads.unknown}"
     if spec.mesh is not None and spec.mesh.size("pp") > 1:
-        yield "which stage of the pipeline reads what: the reads are those of a rank with every layer"
+        yield "what each pipeline stage reads: the figures are for a rank with all layers"
 
 
 def _check_model(opened: Opened, comparison: Comparison, where: str, spec: ParallelSpec) -> Iterator[Finding]:
@@ -188,11 +188,11 @@ def _check_ties(opened: Opened, comparison: Comparison, where: str) -> Iterator[
             one, two = (opened.source.read(chunk.span.file, chunk.span.offset, count) for chunk in (a, b))
             names = f"{first.fqn} and {other.fqn}"
             if one != two:
-                what = f"{names} differ, and the model shares them: one of the two would be lost"
-                hint = 'write "tie_word_embeddings": false in config.json if they were trained apart'
+                what = f"{names} differ, but the model ties them: one of the two would be lost"
+                hint = 'write "tie_word_embeddings": false in config.json if they were trained separately'
                 yield Finding.error("checkpoint-tied", where, what, hint)
             else:
-                what = f"{names} are both stored, and the model shares them (their first {count} bytes agree)"
+                what = f"{names} are both stored, although the model ties them (their first {count} bytes agree)"
                 yield Finding.info("checkpoint-tied", where, what)
 
 
@@ -210,7 +210,7 @@ def _check_optimizer(checkpoint: Checkpoint, path: str, spec: ParallelSpec) -> I
                     return
     key = spec.keys.get("resume_from", "the config")
     hint = _SAVES_OPTIMIZER.get(spec.framework, "or start over with these weights as the base model")
-    what = f"{key} resumes, but there is no optimizer state in the checkpoint or beside it"
+    what = f"{key} resumes a run, but there is no optimizer state in the checkpoint or beside it"
     advice = f"use a checkpoint that the trainer saved for resuming, {hint}"
     yield Finding.error("checkpoint-no-optimizer", path, what, advice)
 
@@ -261,8 +261,10 @@ def _check_dtypes(comparison: Comparison, where: str, spec: ParallelSpec) -> Ite
             packed.append(name)
     if packed:
         kinds = ", ".join(sorted({comparison.found[name].dtype for name in packed}))
-        what = f"{len(packed)} tensors are stored as {kinds}, and the model's are floating-point: {group_names(packed)}"
-        hint = "a quantised checkpoint cannot be trained directly: start from the one that it was made from"
+        what = (
+            f"tensors stored as {kinds}, but floating-point in the model ({len(packed)} in all): {group_names(packed)}"
+        )
+        hint = "a quantised checkpoint cannot be trained directly: start from the unquantised one"
         yield Finding.error("checkpoint-dtype", where, what, hint)
     floats = {name: size for name, size in num_bytes.items() if BY_NAME[name].is_float}
     if not floats:
@@ -270,8 +272,8 @@ def _check_dtypes(comparison: Comparison, where: str, spec: ParallelSpec) -> Ite
     total = ", ".join(f"{format_size(size)} of {name}" for name, size in sorted(floats.items()))
     computed = _STORED.get(param_dtype or "")
     if computed is not None and {computed, *floats} >= {"F16", "BF16"}:
-        what = f"the checkpoint is {total}, and {key} computes in {param_dtype}"
-        what += ": between F16 and BF16 either the range or the precision does not survive"
+        what = f"the checkpoint is {total}, but {key} computes in {param_dtype}"
+        what += ": a conversion between F16 and BF16 loses range or precision"
         hint = "compute in the dtype of the checkpoint, or start from an F32 one"
         yield Finding.warning("checkpoint-dtype", where, what, hint)
     elif len(floats) > 1:
@@ -292,8 +294,8 @@ def _check_adapters(
     if spec.adapter is None:
         alone = not comparison.found
         problem = (
-            f"{'an adapter, not a model' if alone else 'the model and an adapter in one'}: {count} tensors such as "
-            f"{escape_name(comparison.adapters[0])}; the config trains no adapter, and they would be ignored"
+            f"{'an adapter, not a model' if alone else 'the model and an adapter in one'}: tensors such as "
+            f"{escape_name(comparison.adapters[0])} ({count} in all); without adapter training they would be ignored"
         )
         yield Finding.error("checkpoint-adapter", where, problem, f"merge it first: ckpt merge-lora BASE {where} NEW")
         return
@@ -302,12 +304,10 @@ def _check_adapters(
         min(shapes[fqn]) for fqn in comparison.adapters if fqn in shapes and len(shapes[fqn]) == 2 and "lora_A" in fqn
     }
     if rank is not None and ranks and ranks != {rank}:
-        what = f"the adapter in it has rank {', '.join(map(str, sorted(ranks)))}, {key} says {rank}"
+        what = f"the adapter in the checkpoint has rank {', '.join(map(str, sorted(ranks)))}, but {key} is {rank}"
         yield Finding.error("checkpoint-adapter", where, what, f"set {key} to the rank of the checkpoint")
     elif not comparison.found:
-        yield Finding.info(
-            "checkpoint-adapter", where, f"{count} tensors of an adapter; the base model's are not in it"
-        )
+        yield Finding.info("checkpoint-adapter", where, f"an adapter without the base model (tensors: {count})")
 
 
 # How the ranks of a run read a checkpoint: files and bytes, and what would make them fewer. Pure; no torch.
@@ -331,7 +331,7 @@ def check_mesh(
         return
     ranks = len(checkpoint.files)
     if format_of(checkpoint).has_views and ranks != (world := spec.world_size or mesh.world_size):
-        what = f"{ranks} ranks saved a file each, and the run has {world}: its trainer gives every rank its own file"
+        what = f"{ranks} ranks saved one file each, but the run has {world} ranks: each rank loads its own file"
         way = f"resume on {ranks} ranks; or start from the weights: ckpt gather {where} NEW"
         yield Finding.error("checkpoint-mesh", where, what, way)
         return
@@ -342,12 +342,12 @@ def check_mesh(
     came = f"saved for {saved}, " if saved is not None else ""
     what = (
         f"{came}read by {mesh}: each rank reads {'one file' if files == 1 else f'up to {files} files'}, "
-        f"{format_size(read)} for the {format_size(needed)} that it keeps"
+        f"{format_size(read)} to keep {format_size(needed)}"
     )
     hint = None
     if format_of(checkpoint).loads_by_dcp and (factor >= _MANY_BYTES or files >= _MANY_FILES) and saved != mesh:
         plan = f" --tp-plan auto --assets {spec.model or 'MODEL'}" if mesh.size("tp") > 1 else ""
-        hint = f"loads faster after: ckpt reshard {where} NEW --mesh {mesh}{plan}"
+        hint = f"for a faster load: ckpt reshard {where} NEW --mesh {mesh}{plan}"
     yield Finding.info("checkpoint-mesh", where, what, hint)
 
 
@@ -356,11 +356,11 @@ def _whole_read(checkpoint: Checkpoint, where: str, mesh: Mesh, spec: ParallelSp
     size = format_size(checkpoint.total_bytes)
     files = counted(len(checkpoint.files), "file")
     if spec.cpu_ram_efficient_loading:
-        what = f"the first rank reads all {size} ({files}) and sends every rank its part"
+        what = f"the first rank reads all {size} ({files}) and sends every rank its shard"
         return Finding.info("checkpoint-mesh", where, what)
     world = spec.world_size or mesh.world_size
     total = format_size(checkpoint.total_bytes * world)
     key = spec.keys.get("cpu_ram_efficient_loading")
-    problem = f"each of {world} ranks reads all {size} ({files}): {total} together"
-    hint = None if key is None else f"with {key}: true only the first rank reads"
+    problem = f"each of {world} ranks reads all {size} ({files}): {total} in total"
+    hint = None if key is None else f"set {key}: true to let only the first rank read"
     return Finding.info("checkpoint-mesh", where, problem, hint)

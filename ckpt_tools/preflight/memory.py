@@ -34,7 +34,7 @@ _SCHEDULES: Mapping[str, str] = {
     "zbvzerobubble": "zbv",
 }
 """PyTorch's name in small letters → estimate's. Source: `torch.distributed.pipelining.schedules.get_schedule_class`."""
-_ONE_GROUP = "every rank gathers the whole model at once, and the estimate is for one block after another"
+_ONE_GROUP = "every rank gathers the whole model at once, but the estimate assumes one block at a time"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,12 +89,12 @@ def ask(
     seq_len = spec.seq_len or min(_DEFAULT_SEQ_LEN, max_positions or _DEFAULT_SEQ_LEN)
     assumed = ([] if spec.seq_len else [f"samples of {seq_len} tokens"]) + ([] if spec.batch_size else ["one sample"])
     if assumed:
-        notes.append(f"{' and '.join(assumed)} on a rank: assumed, the config does not say")
+        notes.append(f"{' and '.join(assumed)} per rank: assumed, because the config does not set it")
     sharded = shard_mesh(whole) or whole
     experts = spec.axes.get("ep", 1) if whole.size("ep") == 1 else 1
     if experts > 1 and (sharded.size(FSDP_AXIS) * whole.size("tp") % experts or spec.engine not in ("fsdp1", "fsdp2")):
         notes.append(
-            f"experts are counted as on every rank: ep={experts} does not divide the ranks that FSDP cuts over"
+            f"all experts are counted on every rank: ep={experts} does not divide the ranks that FSDP shards over"
         )
         experts = 1
     has_tp, has_stages = whole.size("tp") > 1, whole.size("pp") > 1
@@ -127,7 +127,7 @@ def ask(
     )
     is_part = spec.keys.get("model", "").startswith("actor_rollout_ref.")
     if is_part:
-        notes.append("the actor alone is counted: the rollout, the reference and a critic share its devices")
+        notes.append("only the actor is counted, although the rollout, the reference and a critic share its devices")
     return MemoryQuestion(
         options=options, notes=tuple(notes), is_upper=notes.is_upper, assumed=tuple(assumed), is_part=is_part
     )
@@ -137,16 +137,16 @@ def _why_not(spec: ParallelSpec) -> str:
     if spec.engine == "deepspeed":
         return "DeepSpeed's memory is not estimated"
     if spec.engine == "other":
-        return "what distributes the model is neither FSDP nor DDP"
+        return "the model is distributed by neither FSDP nor DDP"
     if spec.mesh is None:
         why = "its axes do not fit the ranks" if spec.world_size is not None else "pass --world-size"
         return f"the mesh is not known: {why}"
     if spec.engine in ("fsdp1", "fsdp2") and not spec.wraps_blocks:
-        return f"nothing wraps the blocks: {_ONE_GROUP}"
+        return f"the blocks are not wrapped: {_ONE_GROUP}"
     if spec.mesh.size("pp") == 1:
         return ""
     if spec.schedule is None:
-        return "how this trainer cuts a model into the stages of a pipeline is not known"
+        return "how this trainer splits a model into pipeline stages is not known"
     is_known = spec.schedule.lower() in _SCHEDULES
     return "" if is_known else f"the schedule {escape_name(spec.schedule)} is not known"
 
@@ -183,9 +183,7 @@ def _renamed(spec: ParallelSpec, mesh: Mesh) -> Mesh:
 
 def _selects(spec: ParallelSpec, notes: _EstimateNotes) -> bool:
     if spec.selective_checkpointing not in (None, "op"):
-        notes.less(
-            f"checkpointing of some activations ({escape_name(spec.selective_checkpointing)}) is counted as none"
-        )
+        notes.less(f"checkpointing of some activations ({escape_name(spec.selective_checkpointing)}) is not counted")
     return spec.selective_checkpointing == "op"
 
 
@@ -211,7 +209,7 @@ def _quantize(spec: ParallelSpec, lora: int | None, notes: _EstimateNotes) -> st
         return None
     if spec.quantize == "nf4" and lora is not None:
         return "nf4"
-    notes.less(f"weights quantised to {escape_name(spec.quantize)} are counted unquantised")
+    notes.less(f"weights quantised to {escape_name(spec.quantize)} are counted as unquantised")
     return None
 
 
@@ -241,11 +239,11 @@ def start_estimate(question: MemoryQuestion) -> AbstractContextManager[Child[Est
 def doubt_of(estimate: Estimate, question: MemoryQuestion) -> str:
     """Return why an estimate does not say whether the run fits, although it says whether what was counted does."""
     if estimate.fits and question.assumed:
-        return f"it does with {' and '.join(question.assumed)} on a rank, which the config does not say"
+        return f"it fits with {' and '.join(question.assumed)} per rank, but the config does not set them"
     if estimate.fits and question.is_part:
-        return "the actor alone does, and shares its devices with the rollout, the reference and a critic"
+        return "the actor alone fits, but shares its devices with the rollout, the reference and a critic"
     if estimate.fits is False and question.is_upper:
-        return "what was counted does not, and the run needs less (see the notes)"
+        return "the estimate does not fit, but the run needs less (see the notes)"
     return ""
 
 
@@ -256,15 +254,15 @@ def check_memory(estimate: Estimate, spec: ParallelSpec) -> tuple[Finding, ...]:
     found = min(estimate.cases, key=lambda one: one.needed)
     advice = estimate.advice
     if advice is not None:
-        hint = f"{in_own_words(advice.what, spec)}: then it needs {format_size(advice.estimate.needed)}, and fits"
+        hint = f"{in_own_words(advice.what, spec)}: then it needs {format_size(advice.estimate.needed)} and fits"
     else:
         hint = f"none of the {len(estimate.proposals)} changes tried fits: use more ranks, or a smaller model"
     named = (spec.keys.get(name) for name in ("strategy", "mesh", "axes.dp_shard", "world_size"))
     key = next(filter(None, named), "memory")
     what = (
-        f"{found.case.label} on {found.case.mesh} needs {format_size(found.needed)} on a rank "
-        f"({format_size(found.per_rank.peak)} at the peak and a margin of {format_size(found.margin.total)}), "
-        f"and a device has {format_size(estimate.gpu_memory)}"
+        f"{found.case.label} on {found.case.mesh} needs {format_size(found.needed)} per rank "
+        f"({format_size(found.per_rank.peak)} at the peak plus a margin of {format_size(found.margin.total)}), "
+        f"but a device has {format_size(estimate.gpu_memory)}"
     )
     return (Finding.error("memory-does-not-fit", key, what, hint),)
 

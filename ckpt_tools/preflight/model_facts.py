@@ -189,7 +189,7 @@ class Sources:
 def find_sources(spec: ParallelSpec, *, config_path: str, model: str | None, checkpoint: str | None) -> Sources:
     """Find the model and the checkpoint, from here and from the config's folder; nothing is downloaded."""
     if checkpoint is not None and not exists(checkpoint):
-        raise UsageError("there is no such checkpoint", where=checkpoint, hint="--checkpoint takes a path")
+        raise UsageError("there is no such checkpoint", where=checkpoint, hint="use --checkpoint PATH")
     missing: list[str] = []
     directory = _component(_find_model(spec, config_path, model, missing), missing)
     described = None if directory is None else _described(directory, missing, passed=model is not None)
@@ -203,7 +203,7 @@ def find_sources(spec: ParallelSpec, *, config_path: str, model: str | None, che
         if checkpoint is None:
             key = spec.keys.get("resume_from", "the config")
             missing.append(
-                f"the checkpoint that {key} resumes from ({escape_name(spec.resume_from)}), which is not here: "
+                f"the checkpoint that {key} resumes from ({escape_name(spec.resume_from)}), which does not exist here: "
                 "pass --checkpoint"
             )
     if checkpoint is None:
@@ -216,12 +216,12 @@ def find_sources(spec: ParallelSpec, *, config_path: str, model: str | None, che
 def _find_model(spec: ParallelSpec, config_path: str, model: str | None, missing: list[str]) -> str | None:
     if model is not None:
         if not exists(model):
-            raise UsageError("there is no such model", where=model, hint="--model takes a directory")
+            raise UsageError("there is no such model", where=model, hint="use --model DIR")
         return model
     if spec.model is None:
         key = spec.keys.get("model")
-        says = "the config does not name one" if key is None else f"the value of {key} is not in the file"
-        missing.append(f"the model: {says}, and --model DIR is not given")
+        says = "the config does not name one" if key is None else f"the file does not contain the value of {key}"
+        missing.append(f"the model: {says}; pass --model DIR")
         return None
     found = _existing(spec.model, config_path) or _cached(spec.model)
     if found is None:
@@ -269,8 +269,8 @@ def _described(directory: str, missing: list[str], *, passed: bool) -> str | Non
     where = escape_name(directory)
     if not is_file(path) or not path.endswith(".json"):
         if passed:
-            hint = "--model takes the directory that the model was downloaded to, or its config.json"
-            raise UsageError("there is no config.json of a model", where=where, hint=hint)
+            hint = "pass --model the directory that the model was downloaded to, or its config.json"
+            raise UsageError("no config.json of a model", where=where, hint=hint)
         missing.append(f"the model's classes, names and shapes: there is no config.json in {where}")
         return None
     if read_config(path).architecture is None:

@@ -52,7 +52,7 @@ def group_names(names: Iterable[str], *, most: int = _MAX_SHOWN) -> str:
         groups.setdefault(_DIGITS.sub("*", name), []).append(name)
     counts = sorted(groups, key=lambda name: -len(groups[name]))
     shown = [
-        escape_name(groups[name][0]) if len(groups[name]) == 1 else f"{escape_name(name)} ({len(groups[name])} of them)"
+        escape_name(groups[name][0]) if len(groups[name]) == 1 else f"{escape_name(name)} ({len(groups[name])} tensors)"
         for name in counts[:most]
     ]
     more = len(counts) - len(shown)
@@ -67,9 +67,9 @@ def _nothing(comparison: Comparison, where: str, framework: Framework) -> Iterat
     if framework == "torchtitan" and is_native_titan(names):
         return  # not comparable; the report says so
     expected = next(iter(comparison.tensors), "none")
-    has = f"which has {group_names(comparison.left, most=2)}; the model has for example {expected}"
-    what = f"none of the names of {comparison.title} is in the checkpoint, {has}"
-    hint = "is it the checkpoint of this model? `ckpt inspect --tensors` lists its names"
+    has = f"but {group_names(comparison.left, most=2)}; the model expects for example {expected}"
+    what = f"the checkpoint contains no tensor name of {comparison.title}, {has}"
+    hint = "this may be another model's checkpoint: `ckpt inspect --tensors` lists its names"
     yield Finding.error("checkpoint-missing-key", where, what, hint)
 
 
@@ -111,27 +111,27 @@ def _check_prefix(
     extra, lacking, wrapped = _roots(comparison)
     by_peft = any(without_peft(fqn) != fqn for found in comparison.found.values() for fqn in found.fqns)
     if by_peft and not by_dcp:
-        problem = "names are those of a PEFT model (base_model.model., base_layer.), and no model is loaded from them"
+        problem = "the names are those of a PEFT model (base_model.model., base_layer.), which no model loader accepts"
         advice = f"use the base model as the model, and extract the adapter: ckpt export-lora {where} NEW --to peft"
         yield Finding.error("checkpoint-prefix", where, problem, advice)
     if by_dcp:
         yield from _check_dcp_root(extra, lacking, where, framework, mesh)
     elif lacking is not None and lacking != comparison.base_prefix:
-        problem = f"names match once {lacking!r} is put in front of them, but {framework} does not do that"
+        problem = f"names match with the prefix {lacking!r}, but {framework} does not add it"
         advice = f"ckpt shard {where} NEW --mesh {mesh} --prefix {lacking}, then ckpt gather NEW HF --strip-prefix none"
         yield Finding.error("checkpoint-prefix", where, problem, advice)
     elif extra and extra != comparison.base_prefix:
-        what = f"names match once {extra!r} is removed from the front, but {framework} does not do that"
+        what = f"names match without the prefix {extra!r}, but {framework} does not remove it"
         yield Finding.error("checkpoint-prefix", where, what, f"ckpt gather {where} NEW --strip-prefix {extra}")
     if wrapped:
         fqns = [fqn for found in comparison.found.values() for fqn in found.fqns]
         at_root = next((w for w in WRAPPERS if all(fqn.startswith(w) for fqn in fqns)), None)
-        hint = "save the model that the wrappers hold: accelerator.unwrap_model(model).state_dict()"
+        hint = "save the unwrapped model: accelerator.unwrap_model(model).state_dict()"
         if by_dcp or at_root is not None:
             hint = f"ckpt gather {where} NEW --strip-prefix {'auto' if by_dcp else at_root}"
         tell = Finding.warning if by_dcp else Finding.error
         what = "names contain parts that wrappers added (_orig_mod., _checkpoint_wrapped_module., …)"
-        what += "; a model that is not wrapped the same way does not find them"
+        what += "; a model that is wrapped differently does not find them"
         yield tell("checkpoint-prefix", where, what, hint)
 
 
@@ -140,15 +140,15 @@ def _check_dcp_root(
 ) -> Iterator[Finding]:
     wanted = DCP_ROOTS.get(framework)
     if framework == "torchtitan":
-        others = "torchtitan's own models have others (tok_embeddings.weight, layers.0.attention.wq.weight)"
-        what = f"the checkpoint has transformers' names; {others}"
-        hint = "give torchtitan the HF directory, with checkpoint.initial_load_in_hf = true"
+        others = "torchtitan's models use others (tok_embeddings.weight, layers.0.attention.wq.weight)"
+        what = f"the checkpoint uses the names of transformers; {others}"
+        hint = "point torchtitan to the HF directory, with checkpoint.initial_load_in_hf = true"
         yield Finding.warning("checkpoint-naming", where, what, hint)
         return
     root = extra if lacking is None else f"(without {lacking})"
     if wanted is None:
         if root:
-            yield Finding.info("checkpoint-prefix", where, f"names begin with {root!r} in front of the model's own")
+            yield Finding.info("checkpoint-prefix", where, f"the names have the prefix {root!r} before the model's own")
         return
     if root == wanted:
         return
@@ -178,7 +178,7 @@ def _check_live(comparison: Comparison, where: str, mesh: str) -> Iterator[Findi
     ]
     if mapped:
         what = (
-            f"dcp.load finds tensors by the live model's names, and the checkpoint has other names for {len(mapped)} "
+            f"dcp.load finds tensors by the live model's names, but the checkpoint has other names for {len(mapped)} "
             f"of them: {group_names(mapped)}"
         )
         yield Finding.error("checkpoint-naming", where, what, f"ckpt reshard {where} NEW --mesh {mesh} --names live")
@@ -192,11 +192,11 @@ def _check_missing(comparison: Comparison, where: str, *, by_dcp: bool) -> Itera
     for name in told:
         others = [other for other in tied[name] if other in comparison.found]
         yield Finding.info(
-            "checkpoint-tied", where, f"{name} is not stored: the model shares it with {others[0]}, which is"
+            "checkpoint-tied", where, f"{name} is not stored: the model ties it to {others[0]}, which is"
         )
     buffers = [name for name in absent if comparison.tensors[name].kind == "buffer"]
     if buffers:
-        what = f"{len(buffers)} buffers are not stored and keep the values they are made with: {group_names(buffers)}"
+        what = f"buffers that are not stored keep their initial values ({len(buffers)} in all): {group_names(buffers)}"
         yield Finding.warning("checkpoint-buffer", where, what)
     missing = [name for name in absent if name not in told and name not in buffers]
     # transformers makes a new head for a base model, and says so in a warning; DCP refuses.
@@ -206,8 +206,8 @@ def _check_missing(comparison: Comparison, where: str, *, by_dcp: bool) -> Itera
         return
     output = any(name.endswith(("lm_head.weight", "embed_out.weight")) for name in missing)
     if not by_dcp and ((is_head and not output) or set(missing) <= set(comparison.contract.anew)):
-        what = f"{len(missing)} tensors of the model's head are not in the checkpoint, and start at random"
-        hint = "this is right for a new head; otherwise the checkpoint belongs to another model"
+        what = f"tensors of the model's head are not in the checkpoint and start at random ({len(missing)} in all)"
+        hint = "this is expected for a new head; otherwise the checkpoint belongs to another model"
         yield Finding.warning("checkpoint-missing-key", where, f"{what}: {group_names(missing)}", hint)
         return
     num_saved = sum(tensor.kind != "transient" for tensor in comparison.tensors.values())
@@ -236,7 +236,7 @@ def _check_left(comparison: Comparison, where: str) -> Iterator[Finding]:
         else:
             others.append(fqn)
     if buffers:
-        what = f"{len(buffers)} stored buffers are ignored, since the model computes them itself"
+        what = f"stored buffers that the model computes itself are ignored ({len(buffers)} in all)"
         yield Finding.info("checkpoint-buffer", where, f"{what}: {group_names(buffers)}")
     fix = "correct num_hidden_layers (num_experts, …) in config.json, or use the checkpoint of this config"
     other = "the checkpoint belongs to another architecture: use its own config.json"
@@ -246,10 +246,10 @@ def _check_left(comparison: Comparison, where: str) -> Iterator[Finding]:
     ):
         if names:
             what = f"the checkpoint has {counted(len(names), 'tensor')} {which}: {group_names(names)}"
-            yield Finding.error("checkpoint-unexpected-key", where, f"{what}; they would be silently left out", advice)
+            yield Finding.error("checkpoint-unexpected-key", where, f"{what}; they would be silently ignored", advice)
     if others:
-        what = f"{len(others)} tensors of the checkpoint are not the model's, and are ignored: {group_names(others)}"
-        hint = "this is right if another head is trained; otherwise check the architecture in config.json"
+        what = f"tensors that do not belong to the model are ignored ({len(others)} in all): {group_names(others)}"
+        hint = "this is expected if another head is trained; otherwise check the architecture in config.json"
         yield Finding.warning("checkpoint-unexpected-key", where, what, hint)
 
 
@@ -275,9 +275,9 @@ def _check_shapes(comparison: Comparison, where: str) -> Iterator[Finding]:
         return
     name, found = wrong[0]
     expected = comparison.tensors[name].shape
-    hint = "config.json and checkpoint are of different models"
+    hint = "config.json and the checkpoint belong to different models"
     if len(expected) == len(found.shape) == 2 and expected[1:] == found.shape[1:] and len(wrong) <= 2:
         hint = f'if the vocabulary was resized, write "vocab_size": {found.shape[0]} in config.json'
-    what = f"{len(wrong)} tensors differ in shape from the model's: {escape_name(name)} is {list(found.shape)}"
+    what = f"shapes differ from the model's ({len(wrong)} in all): {escape_name(name)} is {list(found.shape)}"
     more = f"; also {group_names(other for other, _ in wrong[1:])}" if wrong[1:] else ""
-    yield Finding.error("checkpoint-shape", where, f"{what}, the model has {list(expected)}{more}", hint)
+    yield Finding.error("checkpoint-shape", where, f"{what}, but {list(expected)} in the model{more}", hint)

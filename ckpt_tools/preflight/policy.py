@@ -63,12 +63,12 @@ def read_sharding(
         raise UsageError(wrong[0].what, where=wrong[0].where, hint=wrong[0].hint)
     unread = (*(read.options.unknown if plugin else read.options.deciding), *read.options.unread)
     if unread or spec.engine not in ("fsdp2", "fsdp1"):
-        what = f"not understood: {first_few(list(unread), 4)}" if unread else f"the engine is {spec.engine}, not FSDP"
+        what = f"unsupported: {first_few(list(unread), 4)}" if unread else f"the engine is {spec.engine}, not FSDP"
         raise UsageError(what, where=read.path)
     chosen = spec.mesh if mesh is None else parse_mesh(mesh, world_size=world_size)
     if chosen is None:
         hint = "pass mesh='dp_replicate=2,dp_shard=4': replicas over machines, shards inside"
-        raise UsageError("the options do not say how many ranks share a copy of the model", where=read.path, hint=hint)
+        raise UsageError("the options do not set how many ranks share a copy of the model", where=read.path, hint=hint)
     strategy, reshards = spec.strategy or "full_shard", spec.reshard_after_forward
     if strategy in ("shard_grad_op", "no_shard"):
         reshards = None
@@ -158,7 +158,7 @@ def _dtype(value: object) -> torch.dtype | None:
         return value
     found = _DTYPES.get(dtype_name(str(value)) or "")
     if found is None:
-        raise UsageError(f"{value!r} is not a dtype", where="mixed_precision_policy", hint="use bf16, fp16 or fp32")
+        raise UsageError(f"unknown dtype {value!r}", where="mixed_precision_policy", hint="use bf16, fp16 or fp32")
     return found
 
 
@@ -189,5 +189,5 @@ def _ignored(value: Any, model: nn.Module | None) -> tuple[str, ...]:  # noqa: A
         if fqn and (re.fullmatch(value, fqn) if isinstance(value, str) else id(module) in wanted)
     ]
     if not named:
-        raise UsageError("ignored_modules names no module of the model", where="read_sharding")
+        raise UsageError("ignored_modules matches no module of the model", where="read_sharding")
     return tuple(named)

@@ -149,7 +149,7 @@ def describe_verdict(report: PreflightReport, *, begins: str = "ok") -> str:
     if not report.was_read:
         return f"NOT CHECKED: {next(text for text in report.not_checked if text.startswith('the config: '))}"
     if report.why_too_little:
-        return f"NOT ok, strictly: {report.why_too_little}"
+        return f"NOT ok (--strict): {report.why_too_little}"
     skipped = [check.name for check in report.checks if check.ok is None]
     made = ", ".join(check.name for check in report.checks if check.ok)
     left = f"not checked: {', '.join(skipped)}" if skipped else ""

@@ -219,7 +219,7 @@ def preflight(options: PreflightOptions) -> PreflightReport:
     run.notes += _describe_files(config)
     run.not_checked += config.not_checked
     if spec.world_size is None and "world_size" not in config.unread_fields:
-        run.not_checked.append("what depends on the number of ranks, which the config does not say: --world-size N")
+        run.not_checked.append("what depends on the number of ranks, which the config does not set: add --world-size N")
     if not options.why_skipped("rules"):
         run.tell(run.placed(_broken_rules(config), config))  # at once, and without the model
     is_quick = options.host or set(options.only) == {"rules"}
@@ -256,7 +256,7 @@ def preflight(options: PreflightOptions) -> PreflightReport:
             doubted = replace(question, why_not=too_small) if too_small and not no_memory else question
             estimate = _check_memory(check, run, spec, doubted, None if too_small else estimating, gpu_memory)
     for code in set(options.ignore) - {one.code for one in run.ignored}:
-        run.notes.append(f"--ignore {escape_name(code)}: there is no such finding")
+        run.notes.append(f"--ignore {escape_name(code)}: no such finding")
     return run.report(
         config=config_path,
         framework=" + ".join((*(one.framework for one in config.companions), config.framework)),
@@ -288,10 +288,10 @@ def _not_read(paths: tuple[str, ...], framework: str, why_not: str) -> Preflight
 def _machine_alone(options: PreflightOptions) -> PreflightReport:
     """Check this machine without a config; raise UsageError if that was not asked for."""
     if not options.host:
-        raise UsageError("there is no CONFIG", hint="name the trainer's config; only --host does without one")
+        raise UsageError("no CONFIG given", hint="name the trainer's config; only --host works without one")
     run = PreflightRun(options)
     with run.check("config") as check:
-        check.was_made, check.what = True, "none: what a run needs of this machine is what its environment says"
+        check.was_made, check.what = True, "none: the needs of the run come from the environment"
     _check_host(run, needs_of((), None))
     return run.report(config="", framework="", mesh=None, spec=None)
 
@@ -311,11 +311,11 @@ def _describe_files(config: Config) -> Iterator[str]:
             yield f"config: {one.framework} was read from {files}"
         for name in one.assumed:
             if name == "$@":
-                yield "config: the script is taken to be started without arguments (give them after --)"
+                yield "config: the script is assumed to run without arguments (pass them after --)"
             else:
-                yield f"config: {name} is not set by the script: its default counts"
+                yield f"config: the script does not set {name}: its default is used"
         for name in one.absent:
-            yield f"config: {escape_name(name)}, which the script names, is not here: what it sets is not known"
+            yield f"config: the script uses {escape_name(name)}, which does not exist here: what it sets is not known"
 
 
 def _broken_rules(config: Config, facts: ModelFacts | None = None) -> tuple[Finding, ...]:
@@ -337,7 +337,7 @@ def _why_not_run(run: PreflightRun, config: Config) -> str:
 def _describe_options(config: Config) -> str:
     """Return how much of a config is understood."""
     options = config.options
-    passed = f", {options.passed_over} passed over" if options.passed_over else ""
+    passed = f", {options.passed_over} skipped" if options.passed_over else ""
     whose = " and ".join((*(one.framework for one in config.companions), config.framework))
     return f"understood {options.understood} of {options.read} options of {whose}{passed}"
 
@@ -345,7 +345,7 @@ def _describe_options(config: Config) -> str:
 def _check_rules(check: Check, run: PreflightRun, config: Config, view: ModelView) -> None:
     check.findings = run.placed(_broken_rules(config, view.facts), config)
     count = sum(any(rule.is_for(one) for one in (config, *config.companions)) for rule in RULES)
-    told = "" if view.facts is not None else ", except where they need the model"
+    told = "" if view.facts is not None else ", without those that need the model"
     # A rule that asks for what could not be read finds nothing.
     check.was_made = not config.unread_fields
     check.what = f"{count} rules for {config.framework}{told}"
@@ -395,9 +395,9 @@ def _check_memory(
     run.notes += [f"memory: {note}" for note in (*question.notes, *found.notes)]
     check.seconds = found.seconds
     case = min(found.cases, key=lambda one: one.needed)
-    check.what = f"{format_size(case.needed)} on a rank, with a margin of {format_size(case.margin.total)}"
+    check.what = f"{format_size(case.needed)} per rank, including a margin of {format_size(case.margin.total)}"
     if gpu_memory is None:
-        run.not_checked.append("whether it fits: the memory of a device is not given (--gpu-memory 80GB)")
+        run.not_checked.append("whether it fits: the device memory is not known (pass --gpu-memory 80GB)")
         return found
     if doubt := doubt_of(found, question):
         run.not_checked.append(f"whether it fits: {doubt}")
@@ -437,7 +437,7 @@ def _describe_match(match: CheckpointMatch) -> str:
     if match.verify is not None:
         parts += [each.title for each in match.verify.identities] + [f"{counted(match.verify.tensors, 'tensor')}"]
     if match.comparison is not None:
-        parts.append(f"{len(match.comparison.found)} of them the model's")
+        parts.append(f"{len(match.comparison.found)} of them in the model")
     return ", ".join(parts)
 
 
@@ -466,15 +466,15 @@ def run_trial(
     if trial is not None:
         if trial.path is None:
             check.why_not = (
-                f"the model has {comparison.num_elems / 1e9:.1f} G parameters and cannot be cut down: {trial.why}"
+                f"the model has {comparison.num_elems / 1e9:.1f} G parameters and cannot be reduced: {trial.why}"
             )
             return None
         model = trial.path
-        notes.append(f"{comparison.title} is cut down: {describe_chosen(sources.model, model)}")
+        notes.append(f"{comparison.title} is reduced: {describe_chosen(sources.model, model)}")
     elif match is not None and match.ok and comparison.found:
         source = match.path
     elif match is not None:
-        notes.append("the checkpoint is not loaded: what is wrong with it is above")
+        notes.append("the checkpoint is not loaded, because of the findings above")
     blocks = () if view.facts is None else view.facts.blocks
     collapse = collapse_spec(spec, model=model, source=source, blocks=blocks)
     if collapse.options is None:

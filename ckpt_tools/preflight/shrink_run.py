@@ -238,8 +238,8 @@ _ALL = ("all-linear", "all")
 _PLAIN = re.compile(r"\w+(\.\w+)*", re.ASCII)
 """A module's name or the end of it; anything else is a pattern of the trainer's."""
 _NOT_TRIED = {
-    "deepspeed": "DeepSpeed distributes the model, and the smoke run tries FSDP2",
-    "other": "the smoke run tries FSDP2, but this config has another engine",
+    "deepspeed": "DeepSpeed distributes the model, but the smoke run tests FSDP2",
+    "other": "the smoke run tests FSDP2, but this config uses another engine",
     "none": "the model is not distributed: there is one process",
 }
 """Engine → why no smoke run tries it."""
@@ -264,7 +264,7 @@ def collapse_mesh(mesh: Mesh, *, max_ranks: int = MAX_RANKS) -> tuple[Mesh, tupl
         # FSDP cuts over dp_shard × cp × ep: without ranks of its own it still cuts.
         shard = math.prod(sizes[axis] for axis in others)
         notes.append(
-            f"FSDP cuts over the {shard} ranks of {' and '.join(others)}; the smoke run does over {FSDP_AXIS}={_KEPT}"
+            f"FSDP shards over the {shard} ranks of {' and '.join(others)}; the smoke run uses {FSDP_AXIS}={_KEPT}"
         )
     wanted = {FSDP_AXIS: shard, "tp": sizes.get("tp", 1), "dp_replicate": sizes.get("dp_replicate", 1)}
     kept: dict[str, int] = {}
@@ -275,14 +275,14 @@ def collapse_mesh(mesh: Mesh, *, max_ranks: int = MAX_RANKS) -> tuple[Mesh, tupl
             ranks *= _KEPT
     collapsed = [f"{axis}={sizes[axis]} to {_KEPT}" for axis in kept if sizes.get(axis, 1) > _KEPT]
     if collapsed:
-        notes.append(f"the mesh {mesh} is shrunk: {', '.join(collapsed)}")
+        notes.append(f"the mesh {mesh} is reduced: {', '.join(collapsed)}")
     dropped = [axis for axis in _IMPORTANCE if wanted[axis] > 1 and axis not in kept]
     if dropped:
         left = ", ".join(f"{axis}={sizes[axis]}" for axis in dropped)
-        notes.append(f"{left} is left out: {max_ranks} ranks are not enough for every axis")
+        notes.append(f"without {left}: {max_ranks} ranks are not enough for every axis")
     for axis, what in _NOT_RUN.items():
         if sizes.get(axis, 1) > 1:
-            notes.append(f"{axis}={sizes[axis]} is left out: the smoke run does not try {what}")
+            notes.append(f"without {axis}={sizes[axis]}: the smoke run does not test {what}")
     order = [axis for axis in ("dp_replicate", FSDP_AXIS, "tp") if axis in kept]
     return Mesh(tuple((axis, kept[axis]) for axis in order) or ((FSDP_AXIS, 1),)), tuple(notes)
 
@@ -293,11 +293,11 @@ def collapse_spec(spec: ParallelSpec, *, model: str, source: str | None, blocks:
         return Collapsed(options=None, notes=(), why_not=_NOT_TRIED[spec.engine])
     notes: list[str] = []
     if spec.engine == "fsdp1":
-        notes.append("FSDP1 is tried as its equivalent in FSDP2")
+        notes.append("FSDP1 is tested as its equivalent in FSDP2")
     whole = spec.mesh
     if whole is None:
         whole = _likely_mesh(spec)
-        notes.append(f"the mesh is not known; one like {whole} is tried")
+        notes.append(f"the mesh is not known; {whole} is tested instead")
     if spec.engine == "ddp" and whole.size("dp_replicate") == 1 and whole.size(FSDP_AXIS) > 1:
         whole = Mesh(tuple(("dp_replicate" if name == FSDP_AXIS else name, size) for name, size in whole.axes))
     mesh, collapsed = collapse_mesh(whole)
@@ -306,7 +306,7 @@ def collapse_spec(spec: ParallelSpec, *, model: str, source: str | None, blocks:
     if spec.strategy is not None and strategy.removesuffix("_zero2") != spec.strategy:
         notes.append(f"{spec.strategy} becomes {strategy} on {mesh}")
     if type(spec.reshard_after_forward) is int:
-        notes.append(f"reshard_after_forward={spec.reshard_after_forward} is tried as true")
+        notes.append(f"reshard_after_forward={spec.reshard_after_forward} is tested as true")
     notes += _not_tried(spec)
     if blocks and spec.wrap_classes and set(spec.wrap_classes) != set(blocks):
         notes.append(f"the wrapped classes are {_names(blocks)}, not {_names(spec.wrap_classes)}")
@@ -341,18 +341,18 @@ def _likely_mesh(spec: ParallelSpec) -> Mesh:
 def _not_tried(spec: ParallelSpec) -> list[str]:
     notes = []
     if spec.framework == "torchtitan":
-        notes.append("transformers' model is tried; torchtitan has one of its own")
+        notes.append("the transformers model is tested, not torchtitan's own")
     if spec.offload_params or spec.offload_optimizer:
-        notes.append("offloading is not tried: everything is in host memory here")
+        notes.append("offloading is not tested: everything is in host memory here")
     if spec.activation_checkpointing:
-        notes.append("activation checkpointing is not tried")
+        notes.append("activation checkpointing is not tested")
     if spec.wrap_min_num_params is not None:
-        notes.append("wrapping by number of parameters is not tried: layers are wrapped")
+        notes.append("wrapping by number of parameters is not tested: layers are wrapped")
     if not spec.wraps_blocks:
         notes.append("layers are wrapped; in the run the model is one FSDP group")
     optimizer = (spec.optimizer or "adamw").lower()
     if not optimizer.startswith("adamw") or "8bit" in optimizer or "4bit" in optimizer:
-        notes.append(f"the optimizer {escape_name(spec.optimizer or '')} is not tried: AdamW steps in its place")
+        notes.append(f"the optimizer {escape_name(spec.optimizer or '')} is not tested: AdamW is used instead")
     return notes
 
 
@@ -361,7 +361,7 @@ def _dtype(value: str | None, name: str, notes: list[str]) -> str:
         return "keep"
     if value in _DTYPES:
         return value
-    notes.append(f"{name} in {escape_name(value)} is not tried")
+    notes.append(f"{name} in {escape_name(value)} is not tested")
     return "keep"
 
 
@@ -374,11 +374,11 @@ def _adapter(spec: ParallelSpec, notes: list[str]) -> tuple[bool, str, tuple[str
     if spec.adapter is None:
         return False, "lora", ()
     if importlib.util.find_spec("peft") is None:
-        notes.append("the adapter is not tried: peft is not installed; the whole model is trained")
+        notes.append("the adapter is not tested, because peft is not installed; the whole model is trained")
         return False, "lora", ()
     kind = spec.adapter.kind
     if kind not in ADAPTERS or (spec.quantize == "nf4" and kind not in ("lora", "dora")):
-        notes.append(f"a LoRA adapter is tried in place of {escape_name(kind)}")
+        notes.append(f"a LoRA adapter is tested instead of {escape_name(kind)}")
         kind = "lora"
     named = tuple(name for name in spec.adapter.targets if name not in _ALL)
     # ai-toolkit's are parts of the names of its own models, which need not be those of diffusers.
@@ -393,7 +393,7 @@ def _quantize(spec: ParallelSpec, lora: bool, notes: list[str]) -> str | None:
         return None
     if spec.quantize == "nf4" and lora and importlib.util.find_spec("bitsandbytes") is not None:
         return "nf4"
-    notes.append(f"quantising to {escape_name(spec.quantize)} is not tried: the frozen weights are plain")
+    notes.append(f"quantising to {escape_name(spec.quantize)} is not tested: the frozen weights are unquantised")
     return None
 
 

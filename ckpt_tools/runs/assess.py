@@ -123,9 +123,9 @@ class Assessor:
             link = next((look.links[root] for root in saved.roots if root in look.links), "")
             pins = (
                 saved.oddity,
-                "the trainer points at it" if saved.name in rules.kept else "",
-                "`prune --undo` brought it back" if entry is not None and entry.is_back else "",
-                f"the link {escape_name(link)} leads to it" if link else "",
+                "the trainer refers to it" if saved.name in rules.kept else "",
+                "restored by `prune --undo`" if entry is not None and entry.is_back else "",
+                f"the link {escape_name(link)} points to it" if link else "",
                 named.get(saved.name, ""),
             )
             one = RunCheckpoint(name=saved.name, series=series, step=saved.place.step, state=state, why=why)
@@ -144,9 +144,9 @@ class Assessor:
             state, why, holds = self._examine(saved)
             lacks = self._examine(before)[2] - holds if before is not None and state == "complete" else ()
         except CkptError as error:  # of the disk or the network: at the next look it may be gone
-            return "incomplete", f"cannot be looked at: {error.what}"
+            return "incomplete", f"cannot be read: {error.what}"
         if before is not None and lacks:
-            return state, f"lacks {first_few(sorted(lacks))}, which {before.name} has"
+            return state, f"does not have {first_few(sorted(lacks))}, which {before.name} has"
         return state, why
 
     def _examine(self, saved: SavedCheckpoint) -> tuple[State, str, frozenset[str]]:

@@ -39,7 +39,7 @@ class _Note:
 class BucketFolder(Folder):
     """A prefix; see `Folder`."""
 
-    unseen = ("who reads or writes a checkpoint in the bucket, where nothing that was removed comes back",)
+    unseen = ("other readers and writers of the bucket, where deleted checkpoints cannot be restored",)
 
     def __init__(self, path: str) -> None:
         super().__init__(path.rstrip("/"))
@@ -66,7 +66,7 @@ class BucketFolder(Folder):
                 files.setdefault(root, {})[name] = facts
                 plain[root] = plain.get(root, True) and bool(slash)
         items = {
-            root: (plain[root], facts, "" if all(map(is_plain_path, facts)) else "a key in it is not a plain path")
+            root: (plain[root], facts, "" if all(map(is_plain_path, facts)) else "one of its keys is not a plain path")
             for root, facts in files.items()
         }
         saved, unknown = gather_saved(items)
@@ -93,7 +93,7 @@ class BucketFolder(Folder):
     def users(self, saved: Collection[SavedCheckpoint]) -> Mapping[str, str]:
         """See what is being written by ckpt, from its claim."""
         claimed = (each.name for each in saved if any("/.ckpt/" in f"/{name}" for name in each.files))
-        return dict.fromkeys(claimed, "a ckpt that is writing it")
+        return dict.fromkeys(claimed, "a ckpt process that is writing it")
 
     def remove(self, saved: Sequence[SavedCheckpoint]) -> list[str]:
         """Leave a note of each, and remove what it names, what makes it a checkpoint first."""

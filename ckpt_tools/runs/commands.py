@@ -55,7 +55,7 @@ def prune(options: PruneOptions) -> PruneResult:
     if options.undo:
         return manager.undo([name for name in options.undo if name != "all"])
     if not rules.removes:
-        raise UsageError("no rule for what to keep", hint="add --keep-last K, --keep-every N or --keep-best K")
+        raise UsageError("no retention rule given", hint="add --keep-last K, --keep-every N or --keep-best K")
     return _require(manager.once())
 
 
@@ -79,7 +79,7 @@ def watch(options: WatchCall) -> PruneResult:
     """
     path = os.fspath(options.directory)
     if options.push is not None and options.gather is None and is_remote(path):
-        raise UsageError("push takes a directory of this machine", hint="add --gather OUT")
+        raise UsageError("push needs a directory on this machine", hint="add --gather OUT")
     if options.assets is not None and options.gather is None:
         raise UsageError("--assets needs --gather", hint="add --gather OUT")
     settings = Settings(
@@ -107,7 +107,7 @@ def _for_ever(manager: RunManager, options: WatchCall) -> PruneResult:
             raise
         except CkptError as error:
             if str(error) != trouble:
-                say(f"{error}; trying again every {options.interval:g} s")
+                say(f"{error}; retrying every {options.interval:g} s")
             trouble = str(error)
         else:
             trouble = ""
@@ -120,7 +120,7 @@ def _require(pruned: PruneResult) -> PruneResult:
     """Refuse a folder without a checkpoint: it is hardly the one that is meant."""
     if not pruned.checkpoints:
         hint = "give the folder that holds checkpoint-N, step-N, global_step_N, *.ckpt or name_000000500.safetensors"
-        raise UnreadableError("no checkpoint of a trainer is here", where=pruned.path, hint=hint)
+        raise UnreadableError("no trainer checkpoints in this folder", where=pruned.path, hint=hint)
     return pruned
 
 
@@ -151,7 +151,7 @@ def _senders(options: WatchOptions) -> dict[str, Callable[[str, str], None]]:
             directory = path if out is None else os.path.join(out, os.path.splitext(name)[0])
             result = push(directory, repo, commit_message=f"{name}, verified by ckpt")
             if not result.ok:
-                raise CkptError("the push was refused, or what arrived is not what is here", where=repo)
+                raise CkptError("the push was refused, or the uploaded files differ from the local ones", where=repo)
 
         found[f"{repo} (hub)"] = push_one
     return found

@@ -225,14 +225,14 @@ def compare(new: Profile, old: Profile, gap: int, name: str) -> tuple[tuple[str,
 def _compare_layout(new: Mapping[str, str], old: Mapping[str, str], name: str) -> Iterator[str]:
     ours, theirs = ({key for key in each if key.startswith("model ")} for each in (new, old))
     if lost := sorted(_plain(key) for key in theirs - ours):
-        yield f"{len(lost)} of {len(theirs)} tensors of the model are missing, which {name} has: {first_few(lost)}"
+        yield f"{len(lost)} of the {len(theirs)} model tensors of {name} are missing: {first_few(lost)}"
     if added := sorted(_plain(key) for key in ours - theirs):
-        yield f"{len(added)} tensors of the model are not in {name}: {first_few(added)}"
+        yield f"{len(added)} of the {len(ours)} model tensors are not in {name}: {first_few(added)}"
     both = [key for key in old if key in new and not key.startswith("has ")]
     if changed := [f"{_plain(key)} is {new[key]}, was {old[key]}" for key in both if new[key] != old[key]]:
-        yield f"{len(changed)} tensors have another dtype or shape than in {name}: {first_few(changed)}"
+        yield f"the dtype or shape differs from {name}: {first_few(changed)}"
     if lost := sorted(_plain(key) for key in old.keys() - new.keys() - theirs):
-        yield f"it lacks {len(lost)} things that {name} has: {first_few(lost)}"
+        yield f"it does not have {first_few(lost)}, which {name} has"
 
 
 def _compare_values(new: Profile, old: Profile, name: str, top: float, far: set[str]) -> Iterator[str]:
@@ -251,12 +251,12 @@ def _compare_values(new: Profile, old: Profile, name: str, top: float, far: set[
             far.remove(key)
     if even:
         shown = first_few(sorted(even))
-        yield f"{len(even)} tensors are all or half zero or constant, and were not in {name}: {shown}"
+        yield f"tensors now half or fully zero or constant, unlike in {name}: {shown}"
     if strange:
-        yield f"{len(strange)} tensors have implausible magnitudes (rms): {first_few(sorted(strange))}"
+        yield f"tensors with implausible magnitudes (rms): {first_few(sorted(strange))}"
     if far:
         shown = first_few(sorted(map(_plain, far)))
-        yield f"{len(far)} tensors are others than in {name}, by far more than training has moved the model: {shown}"
+        yield f"tensors that differ from {name} by far more than training has moved the model: {shown}"
 
 
 def _distance(new: Sequence[float], old: Sequence[float]) -> float | None:

@@ -60,12 +60,12 @@ Source: accelerate 1.15 `accelerator.py`, `save_state` and `load_state` with aut
 class DiskFolder(Folder):
     """A directory; see `Folder`."""
 
-    unseen = ("who uses a checkpoint on other machines, or as another user of this one",)
+    unseen = ("use of a checkpoint on other machines, or by other users of this machine",)
 
     def __init__(self, path: str, also_used_by: Sequence[str] = ()) -> None:
         if not os.path.isdir(path):
             if os.path.lexists(path):
-                raise UsageError("a run's folder is a directory", where=path)
+                raise UsageError("the run folder must be a directory", where=path)
             raise MissingError("no such directory", where=path, hint=likely(path))
         super().__init__(path)
         self._real = os.path.realpath(path)
@@ -147,7 +147,7 @@ class DiskFolder(Folder):
             except FileNotFoundError:
                 files[name] = Facts(nbytes=0, version="vanished")
             except OSError as error:
-                oddity = f"cannot look at {name}: {error.strerror}"
+                oddity = f"cannot read {name}: {error.strerror}"
             if len(files) > MAX_FILES:
                 raise LimitError(f"more than {MAX_FILES} files", where=os.path.join(self.path, root))
         return files, oddity
@@ -160,7 +160,7 @@ class DiskFolder(Folder):
                 if os.path.islink(path := os.path.join(parent, name)):
                     self._note_link(links, path, os.path.relpath(path, self._real))
             if (left := left - len(directories) - len(files)) < 0:
-                self.notes += (f"more than {_MOST_LINKS} files below {directory}: links further below are not seen",)
+                self.notes += (f"more than {_MOST_LINKS} files below {directory}: links further on were not checked",)
                 return
 
     def _note_lease(self, root: str, name: str) -> None:
@@ -176,11 +176,11 @@ class DiskFolder(Folder):
         except (ValueError, KeyError, TypeError):
             who, ended = "somebody", True
         text = f"{who}, by a lease" + (
-            f" that is over or cannot be read (`rm {shlex.quote(path)}` ends it)" if ended else ""
+            f" that has expired or cannot be read (`rm {shlex.quote(path)}` ends it)" if ended else ""
         )
         self._leases.setdefault(root, text)
         if ended:
-            self.notes += (f"{root or 'every checkpoint'} is held by {text}",)
+            self.notes += (f"{root or 'every checkpoint'} is kept for {text}",)
 
     def _note_link(self, links: dict[str, str], path: str, name: str) -> None:
         """Remember what a link leads to, if that is in another checkpoint of the folder."""
@@ -247,7 +247,7 @@ class DiskFolder(Folder):
             path = os.path.join(self._real, root)
             pids = (f"process {used[inode]}" for inode in self._inodes.get(root, set()) & used.keys())
             is_written = os.path.lexists(staging_path(path)) or is_locked(path)
-            who = "a ckpt that is writing it" if is_written else self._leases.get(root) or self._leases.get("")
+            who = "a ckpt process that is writing it" if is_written else self._leases.get(root) or self._leases.get("")
             if who := who or next(pids, ""):
                 found.setdefault(name, who)
         return found

@@ -194,7 +194,7 @@ class Folder(ABC):
 
     def restore(self, names: Collection[str]) -> list[str]:  # noqa: ARG002
         """Bring back what was removed, of these names or all; return what came back."""
-        raise UsageError("nothing that was removed from a bucket comes back", where=self.path)
+        raise UsageError("checkpoints that were removed from a bucket cannot be restored", where=self.path)
 
     @abstractmethod
     def point(self, name: str) -> None:
@@ -212,8 +212,8 @@ def open_folder(path: str, also_used_by: Sequence[str] = ()) -> Folder:
 
         return DiskFolder(local(path), also_used_by)
     if scheme_of(path) not in ("s3", "gs", "az"):
-        what = "a run's folder is managed on a disk or in a bucket"
-        raise UsageError(what, where=path, hint="give the folder of the run")
+        what = "the run folder must be on a disk or in a bucket (s3, gs, az)"
+        raise UsageError(what, where=path, hint="name the run folder")
     from ckpt_tools.runs.bucket_folder import BucketFolder
 
     return BucketFolder(path)

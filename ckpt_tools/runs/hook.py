@@ -219,7 +219,7 @@ class Tending:
         if self._export is None:
             return
         if not self._last_verified:
-            self._warn("no adapter was exported: no checkpoint is verified")
+            self._warn("no adapter was exported: no checkpoint has been verified")
             return
         try:
             self._call("export", ExportJob(source=self._last_verified, destination=self._export, config=self._config))

@@ -27,7 +27,7 @@ class LightningTending(Callback):
         known = {"model": pl_module, "resumed_from": trainer.ckpt_path, **({"directory": places[0]} if places else {})}
         given = known | self._settings
         if "directory" not in given:
-            raise UsageError("LightningTending finds no ModelCheckpoint", hint="LightningTending(directory=…)")
+            raise UsageError("LightningTending found no ModelCheckpoint", hint="pass directory=…")
         self._tending = Tending(**given, rank=trainer.global_rank)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:  # noqa: ANN401, ARG002 - the library's

@@ -64,7 +64,7 @@ def tend(job: TendingJob, here: Here) -> TendingAnswer:
         if now != before:
             before, since = now, time.monotonic()
         if not waiting or time.monotonic() - since > job.patience_s:
-            ends = (f"its save has not ended: {why}" for why in waiting.values())
+            ends = (f"its save did not finish: {why}" for why in waiting.values())
             found = map(Finding.error, itertools.repeat("unfinished-checkpoint"), waiting, ends)
             last = os.path.join(pruned.path, pruned.last_fit) if pruned.last_fit else ""
             return TendingAnswer(findings=(*findings, *found), failed=pruned.failed, last_verified=last)
@@ -91,5 +91,5 @@ def _waiting(pruned: PruneResult, names: Collection[str]) -> dict[str, str]:
         if place is None or is_passed:
             continue
         if candidate is None or candidate.state not in ("verified", "unfit", "bad", "unsupported"):
-            found[name] = "it is not there" if candidate is None else candidate.why or candidate.state
+            found[name] = "no such checkpoint" if candidate is None else candidate.why or candidate.state
     return found

@@ -150,8 +150,8 @@ class RunManager:
                 self._record[name] = replace(self._record.get(name, empty), is_back=True)
             self._write_record()
             planned = self._plan(self._assess())
-        failed = [f"{name} is not in quarantine, or something has its name" for name in names if name not in back]
-        notes = [f"{name} is back, and stays until you remove it" for name in back]
+        failed = [f"{name} is not in quarantine, or the name is taken" for name in names if name not in back]
+        notes = [f"{name} was restored and is kept until you remove it" for name in back]
         return replace(self._done, checkpoints=planned, notes=tuple(notes), failed=tuple(failed))
 
     def _pass(self, *, wait: bool) -> PruneResult:
@@ -175,7 +175,7 @@ class RunManager:
         if reads and acts:
             self._folder.point(done.last_fit)
         named = [each for each in planned if each.stays and each.name in rules.unverified]
-        done.failed += tuple(f"{each.name} stays: {each.reason}" for each in named)
+        done.failed += tuple(f"{each.name} is kept: {each.reason}" for each in named)
         going = {each.name: each for each in planned if not each.stays}
         for saved in self._remove(going) if going and acts else _named(self._now, going):
             done.removed += (saved.name,)
@@ -275,8 +275,8 @@ class RunManager:
         there = {saved.name: saved.place for saved in self._now.saved}
         for name in self._settings.accept:
             if name not in there:
-                hint = f"there is {first_few([*there], 6) or 'nothing'}"
-                raise UsageError(f"--accept: no checkpoint is called {name!r}", hint=hint)
+                hint = f"found: {first_few([*there], 6) or 'nothing'}"
+                raise UsageError(f"--accept: no checkpoint is named {name!r}", hint=hint)
             if name not in self._record or not self._record[name].unfit:
                 continue
             self._record[name] = replace(self._record[name], unfit=())
@@ -314,7 +314,7 @@ class RunManager:
             for what in result.not_checked:
                 self._unchecked.setdefault(f"{label}: {what}" if label else what, []).append(saved.name)
         if self._folder.stamp(saved) != saved.stamp:
-            done.notes += (f"{saved.name} changed while it was verified: it counts as not verified",)
+            done.notes += (f"{saved.name} changed during verification and counts as not verified",)
             return None
         codes = tuple(dict.fromkeys(each.code for each in found if each.severity == "error"))
         if codes == ("unsupported",):
@@ -332,7 +332,7 @@ class RunManager:
             unfit = (f"it {lacks}", *unfit)
         is_rewritten = before is None or before.written != saved.written
         if before is not None and before.ok and not is_rewritten and before.profile.content != profile.content:
-            unfit = ("its bytes are others than when it was verified, under the same sizes and times", *unfit)
+            unfit = ("its bytes changed since it was verified, with the same sizes and times", *unfit)
         self._order += 1
         entry = Entry(
             stamp=saved.stamp, written=saved.written, ok=not codes, level=level, order=self._order, codes=codes
@@ -359,19 +359,19 @@ class RunManager:
             except UnreadableError as error:
                 results, profile = [], Profile(content=str(error))
             except CkptError as error:
-                self._done.failed += (f"{name} could not be read again, and what it supersedes stays: {error}",)
+                self._done.failed += (f"{name} could not be read again; those that it supersedes are kept: {error}",)
                 rotten[series] = name
                 continue
             is_same = profile.content == entry.profile.content and all(result.ok for _, result in results)
             if not is_same or self._folder.stamp(saved) != entry.stamp:
                 rotten[series] = name
-                what = "read again, it is no longer what was verified: what it supersedes stays"
+                what = "a second read differs from what was verified; the checkpoints that it supersedes are kept"
                 self._done.findings += (Finding.error("changed-since", name, what, _RESTORE),)
                 self._record[name] = replace(entry, ok=False, codes=("changed-since",))
                 self._write_record()
         if not rotten:
             return planned
-        why = f"{first_few([*rotten.values()])} is no longer what was verified"
+        why = f"{first_few([*rotten.values()])} has changed since it was verified"
         return _all_stay(self._plan(self._assess()), why, rotten)
 
     def _send(self, planned: tuple[RunCheckpoint, ...]) -> tuple[RunCheckpoint, ...]:
@@ -385,14 +385,14 @@ class RunManager:
                     for root in saved.roots:
                         bring(root, os.path.join(self._folder.path, root))
                 except CkptError as error:
-                    self._done.failed += (f"{saved.name} did not arrive at {where}: {error}",)
+                    self._done.failed += (f"{saved.name} was not delivered to {where}: {error}",)
                     continue
-                self._say(f"{saved.name}: arrived at {where}")
+                self._say(f"{saved.name}: delivered to {where}")
                 entry = self._record[saved.name]
                 self._record[saved.name] = replace(entry, sent=(*entry.sent, where))
                 self._write_record()
         is_sent = len(self._done.failed) == failed
-        return planned if is_sent else _all_stay(planned, "what follows it has not arrived yet")
+        return planned if is_sent else _all_stay(planned, "later checkpoints have not been delivered yet")
 
     def _remove(self, going: Mapping[str, RunCheckpoint]) -> list[SavedCheckpoint]:
         """Remove what can go, and return it."""
@@ -402,7 +402,7 @@ class RunManager:
         for saved in gone:
             self._say(f"{saved.name}: removed ({format_size(saved.nbytes)})")
         stay = [saved.name for saved in ready if saved not in gone]
-        self._done.failed += tuple(f"{name} stays: something has opened or changed it" for name in stay)
+        self._done.failed += tuple(f"{name} is kept: it was opened or changed meanwhile" for name in stay)
         return gone
 
     def _ready(self, going: Mapping[str, RunCheckpoint]) -> list[SavedCheckpoint]:
@@ -413,10 +413,10 @@ class RunManager:
         ready = []
         for saved in _named(judged, going):
             if going[saved.name].state != "verified" and not self._is_quiet(saved):
-                self._done.failed += (f"{saved.name} stays: it may be being written",)
+                self._done.failed += (f"{saved.name} is kept: it may still be being written",)
             elif saved.name not in goes or stamps[saved.name] != saved.stamp:
-                what = "something has opened or changed it, or what supersedes it"
-                self._done.failed += (f"{saved.name} stays: {what}",)
+                what = "it was opened or changed meanwhile, or the one that supersedes it was"
+                self._done.failed += (f"{saved.name} is kept: {what}",)
             else:
                 ready.append(saved)
         return ready
@@ -426,11 +426,11 @@ class RunManager:
         told = {*self._done.verified, *(each.where for each in self._done.findings if each.code == "changed-since")}
         last = {each.series: each.step or 0 for each in found if each.state == "verified"}
         for each in found:
-            hint = f"ckpt verify {os.path.join(self._folder.path, each.name)} says why"
+            hint = f"run ckpt verify {os.path.join(self._folder.path, each.name)} for details"
             if each.state == "bad" and each.name not in told:
-                yield Finding.error("bad-checkpoint", each.name, f"it failed its verification: {each.why}", hint)
+                yield Finding.error("bad-checkpoint", each.name, f"verification failed: {each.why}", hint)
             elif each.state == "unfit":
-                accept = f"if it is as it should be: --accept {each.name}"
+                accept = f"if the change is intended, add --accept {each.name}"
                 yield from (Finding.error("unfit-checkpoint", each.name, why, accept) for why in each.unfit)
             elif each.state in ("incomplete", "changing", "unsupported"):
                 was_good = each.name in self._record and self._record[each.name].ok
@@ -438,7 +438,7 @@ class RunManager:
                 is_passed = (each.step or 0) < last.get(each.series, -1) and age >= self._settings.quiet_s
                 is_over = is_passed or self._patience <= age < math.inf
                 is_error = was_good or (each.state != "unsupported" and is_over)
-                what = f"it was verified, and has changed since: {each.why}" if was_good else each.why
+                what = f"it changed after it was verified: {each.why}" if was_good else each.why
                 make = Finding.error if is_error else Finding.warning
                 code = "incomplete-checkpoint" if each.state != "unsupported" else each.state
                 yield make(code, each.name, what, hint if is_error else None)
@@ -451,15 +451,15 @@ class RunManager:
         ages = {leftover: self._folder.age(leftover) for leftover in self._now.leftovers}
         kept = {name for name, age in ages.items() if not is_full and abs(age) < self._settings.quarantine_s}
         if kept and done.removed:
-            way = f"`ckpt prune {escape_name(self._folder.path)} --undo all` brings back what is in quarantine"
+            way = f"`ckpt prune {escape_name(self._folder.path)} --undo all` restores what is in quarantine"
             done.notes += (f"{way}; --quarantine 0s frees {format_size(done.freed_bytes)}",)
         for leftover in ages.keys() - kept:
             place = place_of(self._now.leftovers[leftover])
             if place is None or place.series in safe:
                 self._folder.remove_leftover(leftover)
             else:
-                what = "what a killed run had begun to remove: nothing verified is beside it"
-                done.notes += (f"{leftover} stays, {what}",)
+                what = "which an interrupted removal left: there is no verified checkpoint beside it"
+                done.notes += (f"{leftover} is kept, {what}",)
 
 
 def _named(look: FolderListing, names: Collection[str]) -> list[SavedCheckpoint]:
@@ -472,9 +472,9 @@ def _check_rules(candidates: Sequence[RunCheckpoint], rules: Rules, *, must_meas
     names = {each.name for each in candidates}
     if missing := [name for name in rules.unverified if name not in names]:
         there = first_few(sorted(names, key=natural_key), 6) or "nothing"
-        raise UsageError(f"--unverified: no checkpoint is called {missing[0]!r}", hint=f"there is {there}")
+        raise UsageError(f"--unverified: no checkpoint is named {missing[0]!r}", hint=f"found: {there}")
     if must_measure and names and all(each.metric is None for each in candidates):
-        hint = "--metric names what the Trainer logs at the steps that it saves, or what Lightning puts into names"
+        hint = "set --metric to a value that the Trainer logs at its saves, or that Lightning puts into file names"
         raise UsageError(f"--keep-best: no checkpoint has a {rules.metric}", hint=hint)
 
 

@@ -129,7 +129,7 @@ def _reason(one: RunCheckpoint, verified: Sequence[RunCheckpoint], kept_by: Sequ
     if one.state == "unfit" and one.name not in rules.unverified:
         return f"not fit: {one.why}"
     if not verified:
-        return f"nothing is verified ({one.why})" if one.why else "nothing is verified"
+        return f"nothing has been verified ({one.why})" if one.why else "nothing has been verified"
     last = verified[-1]
     if one.step >= (last.step or 0):
         return "the last verified one" if one.name == last.name else f"not before the last verified one ({last.name})"
@@ -145,7 +145,7 @@ def _reason(one: RunCheckpoint, verified: Sequence[RunCheckpoint], kept_by: Sequ
         return kept_by[0]
     if rules.best is not None and not _is_measured(one):
         there = any(map(_is_measured, verified))
-        return f"it has no finite {rules.metric}" if there else f"nothing here has a {rules.metric}"
+        return f"it has no finite {rules.metric}" if there else f"no checkpoint here has a {rules.metric}"
     return None
 
 
@@ -159,11 +159,11 @@ def _when(
 ) -> str:
     """Say when a checkpoint that stays goes, of which `later` verified ones are later; "" where that is not known."""
     if one.used_by or one.pinned:
-        return "when that is over"
+        return "when this ends"
     if one.step is None:
         return ""
     if one.state in ("complete", "changing"):
-        return "when it is verified, and superseded"
+        return "when it is verified and superseded"
     if one.state != "verified":
         return f"with --unverified {shlex.quote(one.name)}" + ("" if later else ", when a later one is verified")
     is_counted = rules.is_given and all(rule.startswith("--keep-last") for rule in kept_by)

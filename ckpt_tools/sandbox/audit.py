@@ -165,7 +165,7 @@ def _hook(event: str, args: tuple[object, ...]) -> None:
 def _stop(sandbox: Sandbox, deed: str) -> NoReturn:
     frame = _caller()
     place = f" ({_module_of(frame)}, line {frame.f_lineno})" if frame is not None else ""
-    what = f"building {sandbox.subject} as the config says tries to {deed}{place}: refused"
+    what = f"building {sandbox.subject} from its config tried to {deed}{place}; refused"
     error = RefusedConfigError(what, where=sandbox.where, hint=HINT)
     if sandbox.on_breach is not None:
         _aside.is_on = True

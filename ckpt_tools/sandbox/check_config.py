@@ -15,10 +15,8 @@ from dataclasses import dataclass
 
 from ckpt_tools.errors import RefusedConfigError
 
-_LOADER_HINT = (
-    "ckpt builds nothing that loads what a config names; for code that you trust, use --factory pkg.mod:callable"
-)
-_NUMBER_HINT = "is the file damaged? Compare it with the one that the model was published with"
+_LOADER_HINT = "ckpt loads nothing that a config points to; for code that you trust, use --factory pkg.mod:callable"
+_NUMBER_HINT = "the file may be damaged: compare it with the config.json that the model was published with"
 _MAX_DEPTH = 20  # Configs inside of configs
 _MAX_ITEMS = 1_000_000  # Entries of one list or object: real ones list labels and layers
 _MAX_EXPERT_LAYERS = 1_000_000  # Experts of all layers together: DeepSeek-V3 has 15 thousand
@@ -47,7 +45,7 @@ def _parts(config: Mapping[str, object], where: str) -> Iterator[tuple[tuple[str
         if not isinstance(value, (dict, list)):
             continue
         if len(path) > _MAX_DEPTH:
-            what = f"the config is refused: more than {_MAX_DEPTH} objects inside each other"
+            what = f"the config is refused: nested more than {_MAX_DEPTH} levels deep"
             raise RefusedConfigError(what, where=where)
         if len(value) > _MAX_ITEMS:
             name = ".".join(path) or "the config"
@@ -62,8 +60,8 @@ def _parts(config: Mapping[str, object], where: str) -> Iterator[tuple[tuple[str
 
 _FAMILIES: Mapping[str, tuple[str, str]] = {
     "timm_wrapper": ("TimmWrapper", "timm builds the model, and loads and unpickles files that the config names"),
-    "timm_backbone": ("TimmBackbone", "timm builds the model, by a name that may stand for a file or a download"),
-    "layoutlmv2": ("LayoutLMv2", "detectron2 builds a part of it, from settings that name files"),
+    "timm_backbone": ("TimmBackbone", "timm builds the model from a name, which can refer to a file or a download"),
+    "layoutlmv2": ("LayoutLMv2", "detectron2 builds part of the model from settings that name files"),
 }
 """model_type → how its classes begin, and why it is not built."""
 _ATTENTION = frozenset(
@@ -71,8 +69,8 @@ _ATTENTION = frozenset(
     | {f"paged|{name}" for name in ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")}
 )
 _EXPERTS = frozenset({"eager", "batched_mm", "grouped_mm"})
-_FETCHES = "transformers fetches such an implementation from the hub and runs it"
-_IS_PATH = "libraries load what it names"
+_FETCHES = "transformers downloads such an implementation from the hub and runs it"
+_IS_PATH = "libraries load the files that it names"
 _DROPPED = ("auto_map", "trust_remote_code", "custom_pipelines")
 """Keys that only matter to those who run a model's own code; building ignores them."""
 
@@ -96,7 +94,7 @@ def _find_loaders(part: Mapping[str, object]) -> Iterator[tuple[str, str]]:
         if refuse is not None and (why := refuse(value, part)):
             yield key, why
         elif key.endswith("_config") and isinstance(value, str):
-            yield key, "a name stands where a config belongs, and libraries would look it up"
+            yield key, "it must be a mapping, not a name, which libraries would look up"
 
 
 def _families(part: Mapping[str, object]) -> Iterator[tuple[str, str]]:
@@ -129,13 +127,13 @@ def _anything(why: str) -> _Refusal:
 def _backbone(value: object, part: Mapping[str, object]) -> str:
     if not isinstance(value, str) or isinstance(part.get("backbone_config"), dict):
         return ""
-    return f"{value}: transformers looks such a name up as a path or on the hub, or passes it to timm"
+    return f"{value}: transformers looks this name up as a path or on the hub, or passes it to timm"
 
 
 def _timm_name(value: object, part: Mapping[str, object]) -> str:  # noqa: ARG001 - as all refusals
     if not isinstance(value, str) or not {":", "/"} & set(value):
         return ""
-    return f"{value}: timm reads such a name as a path or as a repository of the hub"
+    return f"{value}: timm reads this name as a path or as a hub repository"
 
 
 _KEYS: Mapping[str, _Refusal] = {
@@ -151,7 +149,7 @@ _KEYS: Mapping[str, _Refusal] = {
         _anything(_IS_PATH),
     ),
     "backbone": _backbone,
-    "model_args": _anything("timm takes these arguments, and loads files that they name"),
+    "model_args": _anything("timm gets these arguments and loads files that they name"),
     "architecture": _timm_name,
     "detectron2_config_args": _anything("detectron2 reads files that it names"),
 }
@@ -207,11 +205,14 @@ def _find_absurd(part: Mapping[str, object]) -> Iterator[tuple[str, str]]:
         bound = _bound_of(key)
         for number in _numbers(value):
             if not (bound.least <= number <= bound.most or (bound is _OTHER and isinstance(number, float))):
-                yield key, f"{_shown(number)} is no sensible number of {bound.what} ({bound.least:,} to {bound.most:,})"
+                yield (
+                    key,
+                    f"{_shown(number)} is not a plausible number of {bound.what} ({bound.least:,} to {bound.most:,})",
+                )
                 break
     layers, experts = _most(part, "layers"), _most(part, "experts")
     if layers * experts > _MAX_EXPERT_LAYERS:
-        yield "num_experts", f"{experts} experts in each of {layers} layers are more than {_MAX_EXPERT_LAYERS:,}"
+        yield "num_experts", f"{experts} experts in each of {layers} layers exceed the limit of {_MAX_EXPERT_LAYERS:,}"
 
 
 def _bound_of(key: str) -> _Bound:

@@ -102,7 +102,7 @@ class Child(Generic[A]):
     answer: type[A]
     _: KW_ONLY
     does: str
-    relief: str = "end what else runs, and try again"
+    relief: str = "stop other processes and try again"
     gpu: bool = False
     sandboxed: bool = False
     directory: str = field(init=False)  # Private to the child and the caller; there once the context is entered
@@ -174,7 +174,7 @@ class Child(Generic[A]):
             what, hint = describe_end(returncode, self.relief)
             raise self._failure(what if returncode < 0 else None, hint) from None
         except ValueError:
-            raise self._failure("has left an answer that cannot be read") from None
+            raise self._failure("returned an answer that cannot be read") from None
 
     def _failure(self, what: str | None, hint: str | None = None) -> CkptError:
         """Return the error of a child without an answer: `what`, or else the last that it has printed."""
@@ -184,7 +184,7 @@ class Child(Generic[A]):
             text = log.read().decode(errors="replace").strip()
             tail = "\n".join(escape_name(line) for line in text.splitlines())
         last = tail.splitlines()[-1] if tail else f"exit status {self._process.returncode}"
-        error = CkptError(f"{self._name} {what or f'has failed: {last}'}", hint=hint)
+        error = CkptError(f"{self._name} {what or f'failed: {last}'}", hint=hint)
         if tail:
             error.add_note(tail)
         return error
@@ -328,7 +328,7 @@ def describe_end(returncode: int, relief: str) -> tuple[str, str | None]:
     if name == "SIGKILL":
         hint = f"the machine may have run out of memory: {relief}"
     elif name == "SIGXCPU":
-        hint = f"it computed for longer than a sound config takes: {relief}"
+        hint = f"it used more processor time than a valid config needs: {relief}"
     elif name in _CRASHES:
-        hint = "a compiled library has crashed: see whether torch and what it loads were built for each other"
-    return f"was ended by {name}", hint
+        hint = "a compiled library crashed: check that torch and the libraries it loads are compatible builds"
+    return f"was killed by {name}", hint

@@ -79,24 +79,24 @@ def describe_hang(
     for rank, is_running in hanging.items():
         phase = logs[rank].phase
         if not is_running or phase is None:
-            parts.append(f"rank {rank} has ended phase {logs[rank].last_phase}")
+            parts.append(f"rank {rank} has finished phase {logs[rank].last_phase}")
             continue
         frames = stacks.get(rank, ())
         collective = waits_in(frames)
         place = own_place(frames) or (frames[0] if frames else None)
         at = f", called from {place}" if collective is not None and place is not None else ""
         if collective is not None:
-            parts.append(f"rank {rank} waits in phase {phase} for the others in {collective}{at}")
+            parts.append(f"rank {rank} is waiting in phase {phase} for the other ranks in {collective}{at}")
         else:
             culprits.append(rank)
             parts.append(f"rank {rank} is in phase {phase} in {place or 'native code'}, not in a collective")
     names = {log.phase or log.last_phase for log in logs.values()}
     where = ", ".join(f"rank {rank}" for rank in culprits) or f"phase {', '.join(sorted(n for n in names if n))}"
     if culprits and len(culprits) < len(hanging):
-        hint = "look at what that rank does differently: data, branches on the rank, a lock; -v shows all stacks"
+        hint = "check what that rank does differently: data, branches on the rank, a lock; -v shows all stacks"
     elif culprits:
         hint = "if it is only slow, give it more time: --timeout SECONDS; -v shows all stacks"
     else:
-        hint = "every rank waits, for different things: do all ranks make the same calls? -v shows all stacks"
-    what = f"no rank went on for {timeout_s:g} s: {'; '.join(parts)}"
+        hint = "the ranks wait in different collectives: check that all ranks make the same calls; -v shows all stacks"
+    what = f"no rank made progress for {timeout_s:g} s: {'; '.join(parts)}"
     return Hang(finding=Finding.error(code="hang", where=where, what=what, hint=hint), culprits=tuple(culprits))

@@ -47,7 +47,7 @@ def _plain(value: object) -> object:
         return os.fspath(value)
     if isinstance(value, frozenset | set):
         return sorted(value)
-    raise TypeError(f"a {type(value).__name__} does not cross between processes")
+    raise TypeError(f"a {type(value).__name__} cannot be sent between processes")
 
 
 @cache

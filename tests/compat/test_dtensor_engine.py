@@ -235,7 +235,7 @@ def test_save_with_dtensor_killed_rank_ends_the_others(tmp_path):
     command = [sys.executable, str(script), str(Path(__file__).parent), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "was ended by SIGKILL 0" in done.stdout
+    assert "was killed by SIGKILL 0" in done.stdout
 
 
 def test_save_with_dtensor_existing_destination_is_left_alone(model, tmp_path):

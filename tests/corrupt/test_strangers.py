@@ -91,7 +91,7 @@ def test_loader_of_tomorrow_is_stopped_by_walls(world, name):
     if deed not in HARMLESS:
         error = answer["error"]
         assert error["class"] == "RefusedConfigError"
-        assert "as the config says" in error["what"]
+        assert "from its config" in error["what"]
         assert error["where"] == "config.json"
 
 

@@ -111,7 +111,7 @@ def test_figures_from_shapes_find_blocks_and_output():
 def test_figures_from_shapes_say_when_blocks_are_no_matrices():
     _, notes = figures_from_shapes({f"down.{i}.conv.weight": (8, 8, 3, 3) for i in range(3)})
     assert len(notes) == 1
-    assert "not a matrix" in notes[0]
+    assert "not matrices" in notes[0]
 
 
 def test_margin_has_a_communicator_for_every_axis_with_ranks():

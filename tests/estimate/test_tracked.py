@@ -106,5 +106,5 @@ def test_formula_for_qlora_against_real_ranks_is_within_ten_percent(figures):
 
 def test_more_tokens_than_positions_are_noted():
     (found,) = run_ranks(1, notes, 1024, backend=None, timeout=60)
-    assert found == ("the config has only 512 positions for 1024 tokens",)
+    assert found == ("the config has 512 positions, fewer than the 1024 tokens of a sample",)
     assert run_ranks(1, notes, 512, backend=None, timeout=60) == [()]

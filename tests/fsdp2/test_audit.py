@@ -87,7 +87,7 @@ def test_audit_placement_that_is_not_the_plans_is_found():
     same, other = run_ranks(2, _differing_plan)[0]
     assert same == []
     assert [(found.code, found.where) for found in other] == [("load-placement", "head.weight")]
-    assert "planned Shard(1), is Shard(0)" in other[0].what
+    assert "planned Shard(1), got Shard(0)" in other[0].what
 
 
 class Reaching(nn.Module):
@@ -159,7 +159,7 @@ def test_compare_records_of_many_differences_are_summed_up():
     many = {f"w{index}": "1" for index in range(100)}
     found = compare_records([_record(replicas=many), _record(replicas=dict.fromkeys(many, "2"))])
     assert len(found) == 9
-    assert found[-1].what == "different weights in 92 more"
+    assert found[-1].what == "different weights for 92 more names"
 
 
 def _trace(rank, *events, structure=("a on dp=2",)):

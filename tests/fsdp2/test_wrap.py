@@ -88,15 +88,15 @@ def test_blocks_are_found_children_first(blocks, expected):
 @pytest.mark.parametrize(
     ("blocks", "message", "hint"),
     [
-        ("Blocks", "no module is named 'Blocks'", "did you mean Block"),
+        ("Blocks", "no module has the name or class 'Blocks'", "did you mean Block"),
         (
             "tail",
-            "'tail' cannot be a unit of its own: it shares parameters with embed.weight",
-            "a module that has both",
+            "'tail' cannot be a separate FSDP unit: it shares parameters with embed.weight",
+            "a module with both",
         ),
         ("act", "it has no parameters", ""),
-        ("layers", "a ModuleList has no forward", "layers.*"),
-        ([nn.Conv1d], "no module is named 'Conv1d'", ""),
+        ("layers", "a ModuleList defines no forward", "layers.*"),
+        ([nn.Conv1d], "no module has the name or class 'Conv1d'", ""),
     ],
 )
 def test_blocks_that_cannot_be_are_refused_with_the_reason(blocks, message, hint):
@@ -148,9 +148,9 @@ def test_strategy_is_known_by_every_spelling(text, strategy):
 
 
 def test_strategy_that_is_none_is_refused():
-    with pytest.raises(UsageError, match="'6' is not a strategy"):
+    with pytest.raises(UsageError, match="unknown strategy '6'"):
         parse_strategy("6")
-    with pytest.raises(UsageError, match="is not a strategy"):
+    with pytest.raises(UsageError, match="unknown strategy"):
         Policy(strategy="zero")
     with pytest.raises(UsageError, match="keeps parameters"):
         Policy(strategy="shard_grad_op", reshard_after_forward=True)
@@ -194,15 +194,19 @@ def test_dispatch_is_followed_through_own_methods_only():
 
 
 REFUSED = {
-    "hybrid-1d": ("dp_shard=2", {"policy": Policy(strategy="hybrid_shard")}, "needs two axes"),
+    "hybrid-1d": (
+        "dp_shard=2",
+        {"policy": Policy(strategy="hybrid_shard")},
+        "needs the axes dp_replicate and dp_shard",
+    ),
     "full-2d": ("dp_replicate=1,dp_shard=2", {}, "shards over one axis"),
     "full-replicate": ("dp_replicate=2", {}, "only dp_replicate"),
     "no-2d": ("dp_replicate=1,dp_shard=2", {"policy": Policy(strategy="no_shard")}, "no_shard needs one axis"),
     "reshard-3": ("dp_shard=2", {"policy": Policy(reshard_after_forward=3)}, "at least 2 and divide the 2 ranks"),
     "pipeline": ("dp_shard=1,pp=2", {}, "the axis pp is not supported"),
     "only-tp": ("tp=2", {"tp_plan": {"tail": "colwise"}}, "no axis for FSDP"),
-    "tp-unused": ("dp_shard=1,tp=2", {}, "no plan says what to cut along it"),
-    "tp-no-axis": ("dp_shard=2", {"tp_plan": {"layers.*.a": "colwise"}}, "needs a mesh with the axis tp"),
+    "tp-unused": ("dp_shard=1,tp=2", {}, "there is no plan for it"),
+    "tp-no-axis": ("dp_shard=2", {"tp_plan": {"layers.*.a": "colwise"}}, "needs a mesh with a tp axis"),
     "tp-unmatched": ("dp_shard=1,tp=2", {"tp_plan": {"layer.*.a": "colwise"}}, "'layer.*.a' matches no module"),
     "tp-style": (
         "dp_shard=1,tp=2",
@@ -210,14 +214,14 @@ REFUSED = {
         "'sequence_parallel' of 'layers.*.a' is not supported",
     ),
     "tp-kind": ("dp_shard=1,tp=2", {"tp_plan": {"act": "colwise"}}, "this is a GELU"),
-    "tp-odd": ("dp_shard=1,tp=2", {"tp_plan": {"0": "colwise"}}, "5 elements are not divisible by tp=2"),
+    "tp-odd": ("dp_shard=1,tp=2", {"tp_plan": {"0": "colwise"}}, "size 5 is not divisible by tp=2"),
     "tp-tied": (
         "dp_shard=1,tp=2",
         {"tp_plan": {"embed": "embedding_rowwise"}},
-        "tied parameters must be cut the same way: embed.weight, tail.0.weight",
+        "tied parameters must be sharded the same way: embed.weight, tail.0.weight",
     ),
-    "tp-no-auto": ("dp_shard=1,tp=2", {"tp_plan": "auto"}, "Net has no tensor-parallel plan"),
-    "tp-heads": ("dp_shard=1,tp=2", {"tp_plan": "auto"}, "would tear attention heads apart"),
+    "tp-no-auto": ("dp_shard=1,tp=2", {"tp_plan": "auto"}, "Net defines no tensor-parallel plan"),
+    "tp-heads": ("dp_shard=1,tp=2", {"tp_plan": "auto"}, "would split attention heads"),
     "scalar": ("dp_shard=2", {}, "a trainable scalar cannot be sharded"),
     "double-wrap": (
         "dp_shard=2",
@@ -227,10 +231,14 @@ REFUSED = {
     "method-unit": (
         "dp_shard=2",
         {"forward_methods": {"layers.0.a": ["extra_repr"]}},
-        "it is not an FSDP unit of its own",
+        "it is not a separate FSDP unit",
     ),
     "method-none": ("dp_shard=2", {"forward_methods": ["chat"]}, "Net has no method 'chat'"),
-    "method-module": ("dp_shard=2", {"forward_methods": {"Bloc": ["encode"]}}, "no module is named 'Bloc'"),
+    "method-module": (
+        "dp_shard=2",
+        {"forward_methods": {"Bloc": ["encode"]}},
+        "no module has the name or class 'Bloc'",
+    ),
     "method-root": (
         "dp_shard=2",
         {"forward_methods": ["generate"], "root": False},
@@ -330,7 +338,7 @@ def test_plan_says_what_was_done(judged):
         assert "tail.0.weight" in fine["placements"]
         for check in ("same", "forward", "generate", "encode", "scalar", "tied", "dtensor"):
             assert fine[check], check
-        assert "sharded already" in fine["twice"][1]
+        assert "already sharded" in fine["twice"][1]
         assert fine["world"] == "the mesh dp_shard=4 has 4 ranks, the process group has 2"
         assert fine["inferred"] == ("dp_replicate=1,dp_shard=2", "cpu")
         assert fine["nameless"] == {"dp_shard": Shard(0)}

@@ -290,7 +290,7 @@ def test_push_card_keeps_its_base_and_license_and_says_so(hub: Hub, push_json, t
     assert "has no <Gallery />" in note
     document = push_json(adapter, "me/a", "--base-model", "org/other", "--license", "apache-2.0", "--tag", "x")
     (_, note) = document["notes"]
-    assert "keeps what it says already: base_model: org/mine; license: mit; tags: None" in note
+    assert "keeps its own values: base_model: org/mine; license: mit; tags: None" in note
     card = card_of(hub, "me/a")
     assert 'from_pretrained("org/mine")' in card
     assert "org/other" not in card

@@ -214,7 +214,7 @@ def test_push_leaves_secrets_and_trainers_state_at_home_unless_asked_for(hub: Hu
     (model / "old" / "optimizer.bin").write_text("x")
     document = push_json(model, "me/model")
     left_out = {row["path"]: row["why"].partition(";")[0] for row in document["left_out"]}
-    assert left_out == dict.fromkeys((*state, "old/optimizer.bin"), "a trainer's own state") | dict.fromkeys(
+    assert left_out == dict.fromkeys((*state, "old/optimizer.bin"), "trainer state") | dict.fromkeys(
         secrets, "may hold a secret"
     )
     assert set(hub.files("me/model")) == {*WEIGHTS, *OTHERS, *kept, "README.md"}
@@ -314,14 +314,14 @@ def test_push_adapter_without_config_is_refused(hub: Hub, push_json, tmp_path: P
     (directory / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     assert "is left out" in push_json(directory, "me/a", "--exclude", "adapter_config.json", code=2)["what"]
     (directory / "adapter_model.safetensors").unlink()
-    assert "without an adapter" in push_json(directory, "me/a", code=4)["what"]
+    assert "no adapter beside" in push_json(directory, "me/a", code=4)["what"]
     assert hub.requests == []
 
 
 def test_push_stale_weights_are_named_and_deleted_on_request(hub: Hub, push_json, model: Path):
     hub.make("me/model", {"model.safetensors": b"old", "other/model.safetensors": b"another", "notes.md": b"x"})
     dry = push_json(model, "me/model", "-n")
-    assert any("model.safetensors; a loader may load those" in text for text in dry["notes"])
+    assert any("model.safetensors; a loader may pick those up" in text for text in dry["notes"])
     document = push_json(model, "me/model", "--delete-stale")
     assert states(document)["model.safetensors"] == "deleted"
     held = hub.files("me/model")
@@ -334,16 +334,16 @@ def test_push_file_the_hub_ignores_is_refused(hub: Hub, push_json, model: Path):
     hub.ignored = {WEIGHTS[0]}
     assert states(push_json(model, "me/model", "-n"))[WEIGHTS[0]] == "ignored"
     error = push_json(model, "me/model", code=1)
-    assert ".gitignore leaves out" in error["what"]
+    assert ".gitignore excludes" in error["what"]
     assert hub.writes == []
 
 
 def test_push_impossible_arguments_are_usage_errors(hub: Hub, push_json, model: Path, tmp_path: Path, monkeypatch):
-    assert "cannot name a repository" in push_json(model, "a/b/c", code=2)["what"]
-    assert "cannot name a repository" in push_json(model, "me/..", code=2)["what"]
-    assert "against main" in push_json(model, "me/m", "--create-pr", "--revision", "x", code=2)["what"]
+    assert "is not a valid repository name" in push_json(model, "a/b/c", code=2)["what"]
+    assert "is not a valid repository name" in push_json(model, "me/..", code=2)["what"]
+    assert "needs revision main" in push_json(model, "me/m", "--create-pr", "--revision", "x", code=2)["what"]
     assert "--check must be one of sent, all, names" in push_json(model, "me/m", "--check", "x", code=2)["what"]
-    assert "takes a directory" in push_json(model / "config.json", "me/m", code=2)["what"]
+    assert "needs a directory" in push_json(model / "config.json", "me/m", code=2)["what"]
     assert "no such directory" in push_json(tmp_path / "nothing", "me/m", code=4)["what"]
     assert "address" in push_json(model, "me/m", "--endpoint", "localhost:1", code=2)["what"]
     monkeypatch.setenv("HF_TOKEN", "hf_with a space")
@@ -412,7 +412,7 @@ def test_push_answer_to_the_commit_lost_is_recognised(hub, push_json, model, nap
     hub.faults.append(Fault("/commit/main", kind=kind, status=status))
     document = push_json(model, "me/model")
     assert document["ok"] is True
-    assert any("answer to the commit was lost" in text for text in document["notes"])
+    assert any("its response was lost" in text for text in document["notes"])
     assert len(hub.repos["me/model"].commits) == 2
     assert document["commit"] == hub.repos["me/model"].refs["main"]
 
@@ -489,19 +489,19 @@ REFUSALS = [
     (Fault("repos/create", status=402), "payment required", "billing"),
     (Fault("commit", status=413, body={"error": "storage limit of 1TB reached"}), "too large", "--exclude"),
     (Fault("batch", status=200, body=BATCH_ERROR), "Storage quota exceeded", "free storage"),
-    (Fault("preupload", status=403, headers=GATED, body={"error": "no"}), "is gated", "ask for access"),
+    (Fault("preupload", status=403, headers=GATED, body={"error": "no"}), "is gated", "request access"),
     (Fault("tree/", status=401, body={"error": "Invalid"}), "does not accept the token", "settings/tokens"),
     (Fault("commit", status=404, headers=GONE), "no such repository", "name"),
-    (Fault("commit", status=409), "another change is under way", "in a minute"),
+    (Fault("commit", status=409), "another change is in progress", "in a minute"),
     (Fault("PUT", status=413), "too large", "--max-shard-size"),
     (Fault("commit", status=412), "somebody else committed", "run the command again"),
     (Fault("commit", status=422, body={"error": "bad name"}), "status 422 (the hub says: bad name)", None),
-    (Fault("commit", status=503, times=99), "failed with status 503 after 5 tries", "again later"),
-    (Fault("commit", kind="cut", times=99), "connection to the hub broke after 5 tries", "run the command again"),
-    (Fault("PUT", status=500, times=999), "uploading: the hub failed with status 500", "already uploaded"),
-    (Fault("PUT", kind="cut", times=999), "connection to the hub broke", "run the command again"),
+    (Fault("commit", status=503, times=99), "returned status 503 after 5 tries", "again later"),
+    (Fault("commit", kind="cut", times=99), "connection to the hub was lost after 5 tries", "run the command again"),
+    (Fault("PUT", status=500, times=999), "uploading: the hub returned status 500", "already uploaded"),
+    (Fault("PUT", kind="cut", times=999), "connection to the hub was lost", "run the command again"),
     (Fault("revision/main", status=429, headers=DAY), "retry after 86400 s", "later"),
-    (Fault("PUT", status=503, headers=DAY, times=9), "failed with status 503", "later"),
+    (Fault("PUT", status=503, headers=DAY, times=9), "returned status 503", "later"),
     (Fault("preupload", status=200, body={"files": [{"path": 3}]}), "unexpected response", None),
     (Fault("batch", status=200, body={"objects": 3}), "unexpected response from the hub", None),
 ]
@@ -539,7 +539,7 @@ def test_push_check_that_breaks_off_says_what_is_done(hub: Hub, push, model: Pat
     hub.faults.append(Fault("GET .*resolve", status=500, times=99))
     code, _, err = push(model, "me/model")
     assert code == 1
-    assert f"the commit {hub.repos['me/model'].refs['main']} was made" in err
+    assert f"commit {hub.repos['me/model'].refs['main']} was made" in err
     assert "--check all" in err
 
 

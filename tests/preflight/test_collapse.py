@@ -52,9 +52,9 @@ def test_fold_mesh_keeps_the_kinds_of_axes_that_the_ranks_allow(mesh, ranks, fol
 @pytest.mark.parametrize(
     ("mesh", "words"),
     [
-        ("dp_replicate=2,dp_shard=32,tp=2", ("dp_shard=32 to 2", "dp_replicate=2 is left out")),
-        ("pp=2,dp_shard=4", ("dp_shard=4 to 2", "pp=2 is left out")),
-        ("dp_shard=2,cp=2", ("cp=2 is left out",)),
+        ("dp_replicate=2,dp_shard=32,tp=2", ("dp_shard=32 to 2", "without dp_replicate=2")),
+        ("pp=2,dp_shard=4", ("dp_shard=4 to 2", "without pp=2")),
+        ("dp_shard=2,cp=2", ("without cp=2",)),
         ("dp_shard=2,tp=2", ()),
     ],
 )
@@ -94,7 +94,7 @@ def test_fold_spec_takes_over_what_a_smoke_run_has_options_for():
     options = collapse.options
     assert (options.param_dtype, options.reduce_dtype, options.lora, options.quantize) == ("bf16", "f32", True, "nf4")
     assert (options.model, options.source) == ("model", "weights")
-    assert collapse.notes == ("the mesh dp_shard=8 is shrunk: dp_shard=8 to 2",)
+    assert collapse.notes == ("the mesh dp_shard=8 is reduced: dp_shard=8 to 2",)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "loha", "lokr", "oft", "boft"])
@@ -105,28 +105,28 @@ def test_fold_spec_tries_the_adapter_on_the_chosen_layers(kind):
     )
     assert (collapse.options.lora, collapse.options.adapter) == (True, kind)
     assert collapse.options.target == ("q_proj", "**.q_proj", "attn.out", "**.attn.out")
-    assert collapse.notes == ("the mesh dp_shard=8 is shrunk: dp_shard=8 to 2",)
+    assert collapse.notes == ("the mesh dp_shard=8 is reduced: dp_shard=8 to 2",)
 
 
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"offload_params": True}, "offloading is not tried"),
-        ({"activation_checkpointing": True}, "activation checkpointing is not tried"),
-        ({"optimizer": "adamw_8bit"}, "adamw_8bit is not tried"),
-        ({"optimizer": "adafactor"}, "adafactor is not tried"),
-        ({"adapter": AdapterSpec(kind="glora")}, "in place of glora"),
-        ({"adapter": AdapterSpec(kind="lokr"), "quantize": "nf4"}, "in place of lokr"),
-        ({"quantize": "int8"}, "quantising to int8 is not tried"),
-        ({"param_dtype": "fp8"}, "computing in fp8 is not tried"),
-        ({"reshard_after_forward": 4}, "reshard_after_forward=4 is tried as true"),
-        ({"wrap_min_num_params": 1000}, "number of parameters is not tried"),
-        ({"engine": "fsdp1"}, "FSDP1 is tried as"),
+        ({"offload_params": True}, "offloading is not tested"),
+        ({"activation_checkpointing": True}, "activation checkpointing is not tested"),
+        ({"optimizer": "adamw_8bit"}, "adamw_8bit is not tested"),
+        ({"optimizer": "adafactor"}, "adafactor is not tested"),
+        ({"adapter": AdapterSpec(kind="glora")}, "instead of glora"),
+        ({"adapter": AdapterSpec(kind="lokr"), "quantize": "nf4"}, "instead of lokr"),
+        ({"quantize": "int8"}, "quantising to int8 is not tested"),
+        ({"param_dtype": "fp8"}, "computing in fp8 is not tested"),
+        ({"reshard_after_forward": 4}, "reshard_after_forward=4 is tested as true"),
+        ({"wrap_min_num_params": 1000}, "number of parameters is not tested"),
+        ({"engine": "fsdp1"}, "FSDP1 is tested as"),
         ({"wraps_blocks": False}, "in the run the model is one FSDP group"),
         ({"wrap_classes": ("LlamaMLP",)}, "the wrapped classes are LlamaDecoderLayer, not LlamaMLP"),
         ({"adapter": AdapterSpec(targets=(r".*\.(q|k)_proj",))}, "adapters are on all linear layers"),
         ({"adapter": AdapterSpec(targets=("blocks",)), "framework": "ai-toolkit"}, "adapters are on all linear layers"),
-        ({"framework": "torchtitan"}, "torchtitan has one of its own"),
+        ({"framework": "torchtitan"}, "not torchtitan's own"),
         ({"mesh": None}, "the mesh is not known"),
     ],
 )

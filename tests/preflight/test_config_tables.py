@@ -89,9 +89,7 @@ def test_lists_that_are_behind_what_is_installed_are_a_note(
     notes = [one.what for one in read(tmp_path, AXOLOTL).findings if one.code == "newer-release"]
     names.installed_and_listed.cache_clear()
     assert notes == (
-        [f"axolotl {here} is installed here, and what is known of its options is from axolotl-0.21.0"]
-        if is_behind
-        else []
+        [f"axolotl {here} is installed here, but ckpt knows the options of axolotl-0.21.0"] if is_behind else []
     )
 
 

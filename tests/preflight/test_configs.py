@@ -196,7 +196,7 @@ BOMB = "k: &c0 [1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
         ("a.toml", "a = " + "[" * 100_000, "nested too deep"),
         ("a.toml", "a", "not TOML"),
         ("a.sh", "echo 'a", "no closing quotation"),
-        ("a.txt", "hello", "neither YAML"),
+        ("a.txt", "hello", "not YAML"),
     ],
 )
 def test_file_that_is_no_config_is_refused(name: str, text: str, says: str, tmp_path: Path) -> None:

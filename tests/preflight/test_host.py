@@ -65,23 +65,23 @@ def test_machine_that_has_all_is_silent() -> None:
 
 
 BROKEN: tuple[tuple[dict[str, Any], str, str, str], ...] = (
-    ({"devices": (H100,) * 7}, "error", "host-gpus", "8 ranks start here, and 7 GPUs"),
+    ({"devices": (H100,) * 7}, "error", "host-gpus", "8 ranks start here, but only 7 GPUs"),
     ({"devices": ()}, "error", "host-gpus", "0 GPUs"),
     ({"devices": (*(H100,) * 7, Device(name=H100.name, total_bytes=80 * GIB, used_bytes=40 * GIB))}, "warning",
      "host-gpus", "GPU 7 has 40.0 GiB in use"),
     ({"devices": (*(H100,) * 7, Device(name="NVIDIA A100", total_bytes=40 * GIB))}, "warning", "host-gpus", "differ"),
-    ({"driver": "520.61.05"}, "error", "host-driver", "needs 525.60"),
-    ({"driver": "550.54.15", "torch_cuda": "13.0"}, "error", "host-driver", "needs 580.65"),
+    ({"driver": "520.61.05"}, "error", "host-driver", "needs driver 525.60"),
+    ({"driver": "550.54.15", "torch_cuda": "13.0"}, "error", "host-driver", "needs driver 580.65"),
     ({"torch_cuda": ""}, "error", "host-driver", "without CUDA"),
     ({"shm_bytes": 64 * 2**20}, "warning", "host-shm", "64.0 MiB"),
     ({"open_files": 256}, "warning", "host-limit", "256 files"),
     ({"locked_bytes": 65_536}, "error", "host-limit", "64.0 KiB"),
     ({"processes_left": 100}, "error", "host-limit", "8 ranks need 256"),
     ({"places": {SAVES: place(problem="Read-only file system")}}, "error", "host-write", "Read-only"),
-    ({"places": {SAVES: place(is_rootless=True)}}, "warning", "host-write", "not mounted"),
+    ({"places": {SAVES: place(is_rootless=True)}}, "warning", "host-write", "top directory"),
     ({"places": {SAVES: place(free_bytes=50 * GIB)}}, "error", "host-disk", "100 GiB"),
     ({"places": {SAVES: place(free_bytes=200 * GIB)}}, "warning", "host-disk", "3 are kept"),
-    ({"places": {SAVES: place(filesystem="ext4")}}, "warning", "host-write", "others may not see"),
+    ({"places": {SAVES: place(filesystem="ext4")}}, "warning", "host-write", "may not be shared"),
     ({"places": {SAVES: place(filesystem="tmpfs")}}, "warning", "host-write", "in memory"),
     ({"places": {SAVES: place(seconds_ahead=-300.0)}}, "warning", "host-clock", "300 s"),
     ({"addresses": ()}, "error", "host-port", "cannot be resolved"),
@@ -213,7 +213,7 @@ def test_paths_that_are_none_are_not_looked_at_and_nothing_fails() -> None:
     found = look_at(Needs(reads=paths))
     assert 50 < len(found.places) <= 64
     text = "\n".join(check_host(found, Needs(reads=paths)).not_checked)
-    assert "/nowhere/99: it could not be looked at" in text
+    assert "/nowhere/99: it did not answer" in text
 
 
 def test_directory_of_nothing_that_is_here_is_not_written_to() -> None:

@@ -130,14 +130,14 @@ def test_ask_takes_over_what_is_trained_and_in_which_dtypes():
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"seq_len": None}, "samples of 2048 tokens on a rank: assumed"),
-        ({"batch_size": None}, "one sample on a rank: assumed"),
-        ({"selective_checkpointing": "2"}, "some activations (2) is counted as none: the run needs less"),
+        ({"seq_len": None}, "samples of 2048 tokens per rank: assumed"),
+        ({"batch_size": None}, "one sample per rank: assumed"),
+        ({"selective_checkpointing": "2"}, "some activations (2) is not counted: the run needs less"),
         ({"optimizer": "galore_adamw_8bit"}, "galore_adamw_8bit is counted as AdamW's: the run needs less"),
         ({"optimizer": "mystery"}, "mystery is counted as AdamW's"),
         ({"adapter": AdapterSpec(kind="lokr", rank=4)}, "counted as LoRA"),
         ({"adapter": AdapterSpec()}, "adapters of rank 16 are assumed"),
-        ({"quantize": "int8"}, "counted unquantised"),
+        ({"quantize": "int8"}, "counted as unquantised"),
         ({"param_dtype": "fp8"}, "fp8 is counted as bf16"),
     ],
 )

@@ -210,7 +210,7 @@ def test_wrap_class_that_is_misspelt_gets_the_nearest_name(tmp_path: Path) -> No
 def test_axis_product_names_the_key_and_a_size_that_fits(tmp_path: Path) -> None:
     (found,) = check(tmp_path, "torchtitan", {SHARD: 3, DEGREE("tensor"): 2})
     assert found.where == SHARD
-    assert "dp_shard=3 × tp=2 is 6, the world has 8 ranks" in found.what
+    assert "dp_shard=3 × tp=2 is 6, but there are 8 ranks" in found.what
     assert found.hint == f"set {SHARD}: 4, or start 6 ranks"
 
 

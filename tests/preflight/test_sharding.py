@@ -140,10 +140,10 @@ def test_hybrid_takes_the_mesh_that_is_given():
     [
         ({"distributed_type": "MULTI_GPU"}, "the engine is ddp, not FSDP"),
         ({"fsdp_version": 2, "reshard_after_forwrad": True}, "the nearest one is fsdp_reshard_after_forward"),
-        ({"fsdp_version": 2, "frobnicate": 1}, "not understood: fsdp_config.fsdp_frobnicate"),
+        ({"fsdp_version": 2, "frobnicate": 1}, "unsupported: fsdp_config.fsdp_frobnicate"),
         (plan(fsdp_shardin="full"), "at: config.process.0..train.fsdp_shardin; hint: write fsdp_sharding"),
-        ({"fsdp_version": 2, "mixed_precision_policy": "int7"}, "'int7' is not a dtype"),
-        ({"fsdp_version": 2, "ignored_modules": "decoder"}, "names no module"),
+        ({"fsdp_version": 2, "mixed_precision_policy": "int7"}, "unknown dtype 'int7'"),
+        ({"fsdp_version": 2, "ignored_modules": "decoder"}, "matches no module"),
         ({}, "not a config of a known trainer"),
     ],
 )

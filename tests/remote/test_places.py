@@ -70,6 +70,6 @@ def test_nothing_at_a_path(tmp_path: Path) -> None:
 
 
 def test_push_takes_what_is_on_this_machine() -> None:
-    with pytest.raises(UsageError, match="of this machine") as caught:
+    with pytest.raises(UsageError, match="on this machine") as caught:
         ckpt_tools.push("s3://bucket/model", "me/model")
     assert "ckpt gather s3://bucket/model" in (caught.value.hint or "")

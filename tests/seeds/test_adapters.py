@@ -81,13 +81,13 @@ def config_of(**changes):
 @pytest.mark.parametrize(
     ("config", "what"),
     [
-        (config_of(init_lora_weights="pissa"), "the initialisation 'pissa' is computed from the base weights"),
+        (config_of(init_lora_weights="pissa"), "the initialisation 'pissa' needs the base weights"),
         (config_of(peft_type="IA3", r=None), "rejects this configuration"),
         (
             {"peft_type": "IA3", "target_modules": TARGETS, "feedforward_modules": []},
-            "initial values for IA3 on a model",
+            "initial values for IA3 are not supported",
         ),
-        (config_of(peft_type="LORAX"), "peft_type is 'LORAX', which peft does not know"),
+        (config_of(peft_type="LORAX"), "peft_type is 'LORAX', which peft does not support"),
         ({"r": 4}, "peft_type is None"),
         (config_of(rank=4), "rejects this configuration"),
         (config_of(target_modules=["nowhere"]), "the adapter cannot be added: "),
@@ -109,17 +109,17 @@ def one_rank(tmp_path):
 def test_adapter_in_the_wrong_order_is_refused(one_rank, base):
     model = on_meta()
     shard_model(model, one_rank, blocks="ResidualBlock")
-    with pytest.raises(UsageError, match="the model is sharded already") as caught:
+    with pytest.raises(UsageError, match="the model is already sharded") as caught:
         add_lora(model, config_of())
     assert caught.value.hint == "call add_lora before shard_model"
-    with pytest.raises(UsageError, match="the model is sharded already"):
+    with pytest.raises(UsageError, match="the model is already sharded"):
         quantise_linears(model)
     with pytest.raises(UsageError, match="has no adapters"):
         load_base(model, base)
     adapted = add_lora(on_meta(), config_of(use_dora=True))
-    with pytest.raises(UsageError, match="these are still on meta"):
+    with pytest.raises(UsageError, match="still on the meta device"):
         finish_adapters(adapted)
-    with pytest.raises(UsageError, match="has adapters already"):
+    with pytest.raises(UsageError, match="already has adapters"):
         quantise_linears(adapted)
     with pytest.raises(UsageError, match="no adapter 'other'"):
         adapter_state(adapted, adapter_name="other")
@@ -134,5 +134,5 @@ def test_adapter_hides_the_model_s_own_tp_plan_and_that_is_said():
         model = LlamaForCausalLM(test_openrlhf.config())
     assert find_styles(model, "auto")
     adapted = add_lora(model, {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]})
-    with pytest.raises(UsageError, match="names none of its modules"):
+    with pytest.raises(UsageError, match="matches none of its modules"):
         find_styles(adapted, "auto")

@@ -299,14 +299,18 @@ def refuse(rank, world_size, directory):
     [
         ("one layer without", "UnreadableError", "8 of 9 layers are quantised in the checkpoint"),
         ("no scales", "UnreadableError", "1 missing: encoder.0.a.weight.absmax"),
-        ("other shape", "UnreadableError", "the quant state says shape [16, 32], the layer has [32, 16]"),
+        ("other shape", "UnreadableError", "shape is [16, 32] in the quant state, but [32, 16] in the layer"),
         ("other dtype", "UnreadableError", "the quant state says dtype 'load'"),
         ("infinite offset", "UnreadableError", "the quant state says nested_offset inf"),
         ("further field", "UnreadableError", "the quant state does not have the fields blocksize, dtype"),
         ("no text", "UnreadableError", "the quant state is not JSON"),
         ("single for double", "UnreadableError", "the quant state does not have the fields blocksize, dtype"),
-        ("not by load_quantised", "UnreadableError", "not the expected one: quant_state.bitsandbytes__nf4"),
-        ("gathered in another dtype", "UsageError", "stored as torch.bfloat16 but were gathered as torch.float32"),
+        (
+            "not by load_quantised",
+            "UnreadableError",
+            "unexpected quant state of a 4-bit layer: quant_state.bitsandbytes__nf4",
+        ),
+        ("gathered in another dtype", "UsageError", "stored as torch.bfloat16 but gathered as torch.float32"),
         ("forward without it", "UsageError", "the 4-bit layer has no quant state"),
     ],
 )
@@ -323,8 +327,8 @@ def test_quantise_linears_that_cannot_be_meant_is_refused():
             quantise_linears(small.build(), skip=[skip])
     with pytest.raises(UsageError, match="float64 cannot hold"):
         Quantisation(storage=torch.float64)
-    with pytest.raises(UsageError, match="'int4' is not a 4-bit type"):
+    with pytest.raises(UsageError, match="unknown 4-bit type 'int4'"):
         Quantisation(quant_type="int4")
     model = torch.nn.Sequential(torch.nn.Linear(5, 1))
-    with pytest.raises(UsageError, match=r"1 × 5 weights of 4 bits do not fill elements of torch\.float32"):
+    with pytest.raises(UsageError, match=r"1 × 5 weights of 4 bits cannot be packed into torch\.float32"):
         quantise_linears(model, Quantisation(storage=torch.float32))

@@ -43,7 +43,7 @@ def damaged(models, tmp_path, change, kind="llama"):
         ("KeywordModel", "opaque-output", "backward", "(root)", "Output"),
         ("NotFinite", "not-finite", "loss", "(root)", "the first module whose output is not finite"),
         ("Overflows", "not-finite", "loss", "layers.1.up", "Linear layers.1.up is the first module whose output"),
-        ("DividesByNothing", "not-finite", "loss", "(root)", "what Layer layers.0 is given is not finite"),
+        ("DividesByNothing", "not-finite", "loss", "(root)", "the input of Layer layers.0 is not finite"),
         ("Raises", "forward-failed", "forward", "factories.py", "ZeroDivisionError: the model says no"),
         ("Nothing", "forward-failed", "forward", "phase forward", "returned no loss"),
     ],
@@ -67,7 +67,7 @@ def test_model_with_a_generator_of_its_own_is_not_compared_and_told_so(farm):
     assert report.max_grad_error is None
     assert [phase.name for phase in report.phases if phase.ok is None] == ["source", "gradients"]
     assert sum("not compared" in note for note in report.notes) == 3
-    assert any("draws from a generator of its own" in note for note in report.notes)
+    assert any("uses its own random generator" in note for note in report.notes)
     assert report.reload_same_world is None
 
 
@@ -126,7 +126,7 @@ def test_rank_that_hangs_is_named_with_its_place(farm):
     finding = report.findings[0]
     assert finding.where == "rank 1"
     assert "rank 1 is in phase forward in wait_for_ever (factories.py:" in finding.what
-    assert "rank 0 waits in phase forward for the others in" in finding.what
+    assert "rank 0 is waiting in phase forward for the other ranks in" in finding.what
     assert "wait_for_ever" in report.stacks[1]
 
 
@@ -182,9 +182,9 @@ def test_tensor_that_does_not_fit_is_found(farm, models, tmp_path, change, code,
 REFUSED = [
     ({"mesh": "dp_shard=2,tp=3"}, "divisible by tp=3"),
     ({"mesh": "dp_shard=-1,tp=2", "nproc": 3}, "a world of 3 ranks is not a multiple of 2"),
-    ({"strategy": "sideways"}, "is not a strategy"),
-    ({"strategy": "hybrid_shard", "mesh": "dp_shard=2"}, "hybrid_shard needs two axes"),
-    ({"lora": True, "mesh": "dp_shard=1,tp=2"}, "names none of its modules"),
+    ({"strategy": "sideways"}, "unknown strategy"),
+    ({"strategy": "hybrid_shard", "mesh": "dp_shard=2"}, "hybrid_shard needs the axes dp_replicate and dp_shard"),
+    ({"lora": True, "mesh": "dp_shard=1,tp=2"}, "matches none of its modules"),
 ]
 
 
@@ -217,7 +217,7 @@ def test_config_that_names_no_model_is_refused(farm, models, tmp_path, change, w
 
 def test_weights_that_nothing_describes_are_refused(farm, models, tmp_path):
     shutil.copy(models / "llama" / "model.safetensors", tmp_path)
-    with pytest.raises(UsageError, match="nothing says what model this is"):
+    with pytest.raises(UsageError, match="the model is not known"):
         farm.smoke(source=str(tmp_path / "model.safetensors"))
 
 

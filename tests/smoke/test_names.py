@@ -116,11 +116,11 @@ def test_names_that_from_pretrained_completes_are_an_error_for_dcp(hub, tmp_path
         (
             "model.",
             lambda state: {"model": state},
-            "below 'model.': dcp.load finds them in a state dict that is nested",
+            "below 'model.': dcp.load finds them in a state dict nested",
         ),
         ("state.model.", lambda state: {"state": {"model": state}}, "below 'state.model.': dcp.load finds them in a"),
-        ("_orig_mod.", lambda state: {f"_orig_mod.{name}": one for name, one in state.items()}, "that wrappers put in"),
-        ("module._orig_mod.", lambda state: {"module": {f"_orig_mod.{n}": t for n, t in state.items()}}, "wrappers"),
+        ("_orig_mod.", lambda state: {f"_orig_mod.{name}": one for name, one in state.items()}, "wrapper prefixes"),
+        ("module._orig_mod.", lambda state: {"module": {f"_orig_mod.{n}": t for n, t in state.items()}}, "wrapper"),
     ],
 )
 def test_names_that_a_script_may_nest_or_wrap_are_a_note(hub, tmp_path, prefix, nest, note):

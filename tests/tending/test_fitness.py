@@ -186,9 +186,9 @@ def test_each_reason_is_named_and_accepting_once_is_enough(tmp_path, capsys):
     assert pruned.removed == ("step-10",)
     found = [each for each in pruned.findings if each.where == "step-30"]
     assert {each.code for each in found} == {"unfit-checkpoint"}
-    assert "6 of 8 tensors of the model are missing, which step-20 has" in found[0].what
-    assert "6 tensors of the model are not in step-20" in found[1].what
-    assert found[0].hint == "if it is as it should be: --accept step-30"
+    assert "6 of the 8 model tensors of step-20 are missing" in found[0].what
+    assert "6 of the 8 model tensors are not in step-20" in found[1].what
+    assert found[0].hint == "if the change is intended, add --accept step-30"
     pruned = api.watch(run, once=True, settle=0, keep_last=1, accept=["step-30"])
     assert pruned.verified == ("step-40",)  # judged again, by what was accepted
     assert pruned.removed == ("step-20", "step-30")
@@ -218,7 +218,7 @@ def test_successor_must_hold_what_its_predecessors_hold(tmp_path, lacks):
     pruned = api.watch(run, once=True, settle=0, keep_last=1)
     assert there(run) == ["step-10", "step-20"]
     assert pruned.exit_code == 3
-    assert "lacks" in next(each for each in pruned.findings if each.where == "step-20").what
+    assert "does not have" in next(each for each in pruned.findings if each.where == "step-20").what
 
 
 def test_metrics_that_are_no_numbers_remove_nothing(tmp_path, template):
@@ -244,7 +244,7 @@ def test_what_was_removed_comes_back_and_stays(tmp_path, capsys):
     assert there(run) == ["step-10", "step-30"]
     assert api.watch(run, once=True, settle=0, keep_last=1).removed == ()
     assert main(["prune", str(run), "--undo", "step-11"]) == 1
-    assert api.prune(run, undo=["all"]).notes == ("step-20 is back, and stays until you remove it",)
+    assert api.prune(run, undo=["all"]).notes == ("step-20 was restored and is kept until you remove it",)
     assert there(run) == ["step-10", "step-20", "step-30"]
     make_run(run, "dcp", 40)
     assert api.watch(run, once=True, settle=0, keep_last=1, quarantine="0s").removed == ("step-30",)

@@ -222,7 +222,7 @@ def test_unverified_one_goes_by_its_name_alone(run):
     watch(run)
     assert api.prune(run, unverified=["step-20"], settle=0).removed == ("step-20",)
     assert names(run) == ["step-10", "step-30"]
-    with pytest.raises(UsageError, match="no checkpoint is called"):
+    with pytest.raises(UsageError, match="no checkpoint is named"):
         api.prune(run, unverified=["step-20"], settle=0)
 
 
@@ -238,7 +238,7 @@ def test_unverified_one_that_changes_stays(run, capsys):
     finally:
         writer.kill()
         writer.wait()
-    assert "step-20 stays: " in capsys.readouterr().err
+    assert "step-20 is kept: " in capsys.readouterr().err
     assert "step-20" in names(run)
 
 
@@ -268,9 +268,9 @@ def test_links_and_pointers_keep_what_they_name(run, template):
     (run / "step-30" / "shared").symlink_to("../step-20/__0_0.distcp")
     pruned = watch(run, keep_last=1)
     assert pruned.removed == ()
-    assert reason_of(pruned, "step-10") == "the link best leads to it"
+    assert reason_of(pruned, "step-10") == "the link best points to it"
     assert reason_of(pruned, "step-15") == "latest names it"
-    assert reason_of(pruned, "step-20") == "the link step-30/shared leads to it"
+    assert reason_of(pruned, "step-20") == "the link step-30/shared points to it"
     assert (outside / ".metadata").exists()
     assert (run / "step-5").is_symlink()
     (run / "latest").unlink()
@@ -323,7 +323,7 @@ def test_checkpoint_in_use_stays(run, how):
     with used(run / "step-10", how):
         pruned = api.prune(run, keep_last=1)
     assert pruned.removed == ("step-20",)
-    user = "process " if how in ("open", "mapped") else "a ckpt that is writing it"
+    user = "process " if how in ("open", "mapped") else "a ckpt process that is writing it"
     assert reason_of(pruned, "step-10").startswith(f"in use by {user}")
     assert api.prune(run, keep_last=1).removed == ("step-10",)
 
@@ -384,7 +384,7 @@ def test_best_ones_stay_and_so_does_what_the_trainer_calls_best(tmp_path, templa
     assert reason_of(pruned, "checkpoint-2") == "--keep-best 2: eval_loss 0.1"
     with pytest.raises(UsageError, match="no checkpoint has a eval_f1"):
         api.prune(run, keep_best=1, metric="eval_f1")
-    assert reason_of(watch(run, keep_best=1, metric="eval_f1"), "checkpoint-4") == "nothing here has a eval_f1"
+    assert reason_of(watch(run, keep_best=1, metric="eval_f1"), "checkpoint-4") == "no checkpoint here has a eval_f1"
 
 
 def test_files_of_lightning_and_ai_toolkit(tmp_path):
@@ -485,7 +485,7 @@ def tend_with(run, act):
 def test_what_changes_after_it_was_judged_stays(run):
     pruned = tend_with(run, (run / "step-10" / "new").touch)
     assert pruned.removed == ("step-20",)
-    assert "step-10 stays" in pruned.failed[0]
+    assert "step-10 is kept" in pruned.failed[0]
 
 
 def test_what_has_lost_its_successor_stays(run):
@@ -528,7 +528,7 @@ def test_what_changes_while_it_is_verified_is_not_verified(run, monkeypatch):
     monkeypatch.setattr(manage, "examine", changing)
     pruned = watch(run, keep_last=1)
     assert pruned.verified == ("step-10", "step-30")
-    assert pruned.notes[0] == "step-20 changed while it was verified: it counts as not verified"
+    assert pruned.notes[0] == "step-20 changed during verification and counts as not verified"
     assert pruned.removed == ("step-10",)
 
 
@@ -568,7 +568,7 @@ def test_leftovers_stay_where_nothing_is_verified(run):
     trash = put_away(run, "step-5")
     pruned = api.prune(run, keep_last=1, quarantine="0s")
     assert trash.exists()
-    assert "nothing verified" in pruned.notes[0]
+    assert "no verified checkpoint" in pruned.notes[0]
 
 
 def test_new_checkpoint_must_keep_still(run):
@@ -619,18 +619,18 @@ def test_nothing_goes_while_what_follows_it_has_not_arrived(run, tmp_path):
     (out / "step-30").mkdir(parents=True)
     pruned = watch(run, gather=out, keep_last=1)
     assert pruned.exit_code == 1
-    assert "did not arrive" in pruned.failed[0]
+    assert "was not delivered" in pruned.failed[0]
     assert names(run) == ["step-10", "step-20", "step-30"]
 
 
 def test_what_is_not_a_run_is_refused(tmp_path):
     with pytest.raises(UnreadableError, match="no such directory"):
         watch(tmp_path / "none")
-    with pytest.raises(UnreadableError, match="no checkpoint of a trainer"):
+    with pytest.raises(UnreadableError, match="no trainer checkpoints"):
         watch(tmp_path)
     with pytest.raises(UsageError, match="on a disk or in a bucket"):
         api.watch("hf://org/name", once=True)
-    with pytest.raises(UsageError, match="no rule for what to keep"):
+    with pytest.raises(UsageError, match="no retention rule given"):
         api.prune(tmp_path)
     assert os.listdir(tmp_path) == []
 

@@ -25,6 +25,6 @@ def test_nothing_goes_while_the_hub_refuses(hub, ckpt, run, tmp_path, monkeypatc
     options = ("--once", "--settle", "0", "--keep-last", "1", "--gather", tmp_path / "out", "--push", "me/model")
     code, _, err = ckpt("watch", run, *options)
     assert code == 1
-    assert "step-30 did not arrive at me/model (hub)" in err
+    assert "step-30 was not delivered to me/model (hub)" in err
     there = sorted(each for each in os.listdir(run) if not each.startswith((".", "latest-good")))
     assert there == ["step-10", "step-20", "step-30"]

@@ -63,7 +63,7 @@ def come_true(one, found, rules):
             rules = replace(rules, unverified=(one.name,))
         elif named := re.fullmatch(r"when ([a-h]{6}) is verified", said):
             found = [replace(e, state="verified", order=9) if e.name == named[1] else e for e in found]
-        elif said not in ("when that is over", "when it is verified", "and superseded"):
+        elif said not in ("when this ends", "when it is verified", "and superseded"):
             count = re.fullmatch(r"when (?:(\d+) later ones are|a .*) verified|when a step after \d+ is verified", said)
             more = [
                 replace(one, name=f"n{n}", step=90 + n, state="verified", order=9) for n in range(int(count[1] or 1))

@@ -179,7 +179,7 @@ def test_child_that_refuses_raises_the_same_error_here():
 def test_child_that_fails_is_told_by_its_last_words_made_safe():
     with pytest.raises(CkptError) as caught:
         result_of(fail)
-    assert caught.value.what == r"the process that is tried has failed: ValueError: the \x1b[31mreason"
+    assert caught.value.what == r"the process that is tried failed: ValueError: the \x1b[31mreason"
     (note,) = caught.value.__notes__
     assert "not the reason" in note
     assert "Traceback" in note
@@ -189,9 +189,9 @@ def test_child_that_fails_is_told_by_its_last_words_made_safe():
 @pytest.mark.parametrize(
     ("number", "what", "hint"),
     [
-        (signal.SIGKILL, "was ended by SIGKILL", "the machine may have run out of memory: make room"),
-        (signal.SIGTERM, "was ended by SIGTERM", None),
-        (signal.SIGRTMIN + 3, f"was ended by signal {signal.SIGRTMIN + 3}", None),
+        (signal.SIGKILL, "was killed by SIGKILL", "the machine may have run out of memory: make room"),
+        (signal.SIGTERM, "was killed by SIGTERM", None),
+        (signal.SIGRTMIN + 3, f"was killed by signal {signal.SIGRTMIN + 3}", None),
     ],
 )
 def test_child_that_is_killed_is_reported_with_what_to_do(number, what, hint):
@@ -204,7 +204,7 @@ def test_child_that_is_killed_is_reported_with_what_to_do(number, what, hint):
 
 @pytest.mark.full
 def test_child_whose_library_crashes_says_where():
-    with pytest.raises(CkptError, match="was ended by SIGSEGV") as caught:
+    with pytest.raises(CkptError, match="was killed by SIGSEGV") as caught:
         result_of(crash)
     assert "a compiled library" in caught.value.hint
     assert "in crash" in caught.value.__notes__[0]
@@ -214,9 +214,9 @@ def test_child_whose_library_crashes_says_where():
 @pytest.mark.parametrize(
     ("function", "job", "what"),
     [
-        (leave, {"status": 0}, "has failed: exit status 0"),
-        (leave, {"status": 7}, "has failed: exit status 7"),
-        (cut_short, {}, "has left an answer that cannot be read"),
+        (leave, {"status": 0}, "failed: exit status 0"),
+        (leave, {"status": 7}, "failed: exit status 7"),
+        (cut_short, {}, "returned an answer that cannot be read"),
     ],
     ids=["leave with 0", "leave with 7", "an answer cut short"],
 )

@@ -115,7 +115,7 @@ def test_walls_of_a_process_that_goes_on_raise_and_come_down(tmp_path):
             file.write("own")
         with pytest.raises(Breach) as caught:
             open(secret).close()
-        assert caught.value.error.what.startswith("building a model as the config says tries to open ")
+        assert caught.value.error.what.startswith("building a model from its config tried to open ")
         assert caught.value.error.where == "config.json"
         with aside():
             assert secret.read_text() == "secret"

@@ -125,7 +125,7 @@ def _check(given: Given) -> None:
     count = given.raw.num_processes
     if count is not None and count < 1 and count != _ASKED_FOR:
         what = f"num_processes must be at least 1, got {count}"
-        hint = "num_processes: the number of ranks on all machines together"
+        hint = "set num_processes to the total number of ranks on all machines"
         given.findings.append(Finding.error("wrong-type", "num_processes", what, hint))
 
 

@@ -127,14 +127,14 @@ def _check(given: Given) -> None:
     processes = find_value(given.document.values, "config.process")
     count = len(processes) if isinstance(processes, list) else 0
     if _is_process(given.document):
-        what = "these are the options of a process; ai-toolkit reads them below config.process, and stops without it"
+        what = "these options belong below config.process; ai-toolkit stops without it"
         hint = "put them into a job: config: {process: [...]}"
         given.findings.append(Finding.error("no-job", "train", what, hint))
         count = 1
     if count == 0:
-        what, hint = "there is no process, so nothing is trained", "config.process: a list with one training process"
+        what, hint = "config.process is empty, so nothing is trained", "add a training process to config.process"
     else:
-        what, hint = f"{count} processes run one after the other; the first one is checked", "check each on its own"
+        what, hint = f"{count} processes run one after the other; the first one is checked", "check each one separately"
     severity: Severity = "error" if count == 0 else "info"
     if count != 1:
         given.findings.append(
@@ -143,13 +143,11 @@ def _check(given: Given) -> None:
     arch = (given.raw.model.arch or "").partition(":")[0]
     if arch and arch not in _ARCHS:
         near = nearest(arch, _ARCHS)
-        what = (
-            f"{given.raw.model.arch} is no model of ai-toolkit's: it is loaded as Stable Diffusion, unless you added it"
-        )
+        what = f"{given.raw.model.arch} is not a model of ai-toolkit: unless you added it, Stable Diffusion is loaded"
         hint = f"arch: {near}" if near else "check which version of ai-toolkit has this model"
         given.findings.append(Finding.warning("unknown-value", given.spell("model.arch"), what, hint))
     if given.is_fsdp and given.raw.train.fsdp_sharding == "hybrid":
-        problem = "hybrid shards inside a machine, and the config does not say how many ranks a machine has: no mesh"
+        problem = "hybrid shards within a machine, but the config does not set the ranks per machine: no mesh"
         advice = "fsdp_sharding: full shards over all ranks"
         given.findings.append(Finding.info("unknown-value", given.spell("train.fsdp_sharding"), problem, advice))
 

@@ -105,7 +105,7 @@ def read_script(
         shell.run(tokenize(text))
         shell.run_uncalled()
     except RecursionError:
-        raise ValueError("expansions nested too deep") from None
+        raise ValueError("expansions nested too deeply") from None
     return Script(
         commands=tuple(shell.commands),
         assumed=tuple(shell.known.assumed),

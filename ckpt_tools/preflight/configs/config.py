@@ -119,19 +119,19 @@ class Config:
         if not options.is_known:
             known, named = options.understood, options.read - options.passed_over
             if named == 0:
-                return f"no option of {self.framework} is found in it"
+                return f"it contains no option of {self.framework}"
             return f"{self.framework} knows {known} of its {named} options: it may be another trainer's config"
         reasons = []
         if self.spec.engine == "other":
-            reasons.append(f"{self._engine()} is an engine that preflight does not read")
+            reasons.append(f"{self._engine()} is an engine that preflight does not support")
         if options.unread:
             reasons.append(f"values that are not in the file: {_list(options.unread)}")
         if options.deciding:
-            reasons.append(f"unknown options that may decide memory or sharding: {_list(options.deciding)}")
+            reasons.append(f"unknown options that may affect memory or sharding: {_list(options.deciding)}")
         if options.words:
-            reasons.append(f"words that may stand for any options: {_list(options.words)}")
+            reasons.append(f"words that may expand to any option: {_list(options.words)}")
         if any(finding.code == "several-commands" for finding in self.findings):
-            reasons.append("more than one trainer is started, and only the first one was read")
+            reasons.append("more than one trainer is started, but only the first one was read")
         return "; ".join(reasons)
 
     def _engine(self) -> str:

@@ -148,8 +148,8 @@ def _prepare(document: Document) -> ReaderInput:
     values = document.keyed()
     auto: list[str] = []
     options = _without_auto(values, auto)
-    what = f"{len(auto)} options are auto: the trainer that names this file fills them in, and they are not checked"
-    hint = "check the trainer's own config, which names this one"
+    what = f"{len(auto)} options are auto: the trainer that uses this file sets them, so they are not checked"
+    hint = "check the trainer's own config, which refers to this one"
     findings = tuple(Finding.info("unknown-value", path, what, hint) for path in auto[:1])
     return ReaderInput(model=_OPTIONS, table=_TABLE, values=values, options=options, findings=findings)
 

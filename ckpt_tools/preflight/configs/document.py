@@ -81,8 +81,8 @@ def parse_document(text: str, path: str, arguments: tuple[str, ...] | None = Non
         return Document(path=path, values=values, text=text, kind="YAML")
     if _OPTION.search(text) or _OVERRIDE.search(text):
         return _commands(path, text, arguments)
-    what = "this is neither YAML, JSON or TOML with keys, nor a command line"
-    raise UnreadableError(what, where=path, hint="give the config that the trainer reads, with its usual ending")
+    what = "this is not YAML, JSON or TOML with keys, and not a command line"
+    raise UnreadableError(what, where=path, hint="pass the config that the trainer reads, with its usual extension")
 
 
 def find_file(name: str, folders: Iterable[str]) -> str | None:

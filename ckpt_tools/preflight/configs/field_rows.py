@@ -180,11 +180,11 @@ def _release_notes(name: Framework, options: Mapping[str, object], spell: Spell)
         shown = first_few([f"{spell(option)} ({last})" for option, last in left.items()], 6)
         what = f"the newest release that is known does not have these any more, and this is the last that has: {shown}"
         yield Finding.info(
-            "older-release", spell(next(iter(left))), what, "check them where the run has a newer release"
+            "older-release", spell(next(iter(left))), what, "check them yourself if the run uses a newer release"
         )
     behind = installed_and_listed(known)
     if behind is not None:
-        what = f"{behind[0]} is installed here, and what is known of its options is from {behind[1]}"
+        what = f"{behind[0]} is installed here, but ckpt knows the options of {behind[1]}"
         yield Finding.info("newer-release", "", what, "a newer ckpt-tools may know its options")
 
 

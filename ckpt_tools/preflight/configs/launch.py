@@ -133,19 +133,19 @@ def _accelerate(base: Document, launch: LaunchLine) -> Document:
 def _named(base: Document, name: str) -> Document:
     """Return a file that a command names: one that the script writes, or that lies beside it."""
     where = str(getattr(name, "place", None) or base.path)
-    hint = "write the path itself, or give the configs themselves: ckpt preflight accelerate.yaml args.yaml"
+    hint = "write the path itself, or pass the configs: ckpt preflight accelerate.yaml args.yaml"
     if is_variable(name):
-        raise UsageError(f"the config {name} is not in the script", where=where, hint=hint)
+        raise UsageError(f"the script does not contain the config {name}", where=where, hint=hint)
     plain = name.removeprefix("./")
     written = {key.removeprefix("./"): text for key, text in base.written.items()}
     if plain in written:
         text = written[plain]
         if text is None:
-            raise UsageError(f"the script changes its config {name} as it runs", where=where, hint=hint)
+            raise UsageError(f"the script modifies its config {name} while it runs", where=where, hint=hint)
         return replace(parse_document(text, name), path=f"{base.path} ({name})")
     place = find_file(name, folders_of(base.path))
     if place is None:
-        raise UsageError(f"the config {name} is not here", where=where, hint=hint)
+        raise UsageError(f"the config {name} does not exist here", where=where, hint=hint)
     return replace(read_document(place), files=(*base.files, base.path))
 
 
@@ -226,15 +226,15 @@ def check_meeting(commands: Iterable[Sequence[str]]) -> tuple[Finding, ...]:
         return ()
     where = next(word for word in command if word.partition("=")[0] in _NODES)
     if "--standalone" in given:
-        what = f"{nodes} machines, and --standalone: each starts a run of its own"
-        return (Finding.error("meeting", where, what, f"in place of --standalone: {_WHERE}"),)
+        what = f"{nodes} machines with --standalone: each starts a separate run"
+        return (Finding.error("meeting", where, what, f"replace --standalone by {_WHERE}"),)
     if given.isdisjoint(_MEETING):
-        what = f"{nodes} machines, and nothing says where they meet: each waits for the others at itself"
+        what = f"{nodes} machines without a rendezvous address: each waits for the others on itself"
         return (Finding.warning("meeting", where, what, _WHERE),)
     is_static = not given.isdisjoint(_STATIC) and given.isdisjoint(("--rdzv-endpoint", "--rdzv_endpoint"))
     if is_static and given.isdisjoint((*_RANKS, "--rdzv-backend", "--rdzv_backend")):
-        what = f"{nodes} machines without --node-rank: each takes itself for the first"
-        return (Finding.warning("meeting", where, what, "--node-rank, or PET_NODE_RANK in the environment"),)
+        what = f"{nodes} machines without --node-rank: each acts as the first"
+        return (Finding.warning("meeting", where, what, "add --node-rank, or set PET_NODE_RANK in the environment"),)
     return ()
 
 
@@ -248,7 +248,7 @@ def programs(command: Sequence[str]) -> tuple[str, ...]:
 def several_commands(path: str) -> Finding:
     """Return the finding on a script that starts more than one trainer."""
     what = "the script starts more than one trainer; the first one is checked"
-    return Finding.warning("several-commands", path, what, "check each in a file of its own")
+    return Finding.warning("several-commands", path, what, "put each into a separate file and check it")
 
 
 def lost_options(commands: Iterable[Sequence[str]], is_option: Callable[[str], bool]) -> tuple[Finding, ...]:

@@ -120,7 +120,7 @@ def _parse_options(words: Sequence[str]) -> tuple[dict[str, object], tuple[str, 
         taken = taken[:most] + [extra for extra in taken[most:] if not is_variable(extra)]
         if name in _SWITCHES:
             if taken:
-                findings.append(_bad_words(name, "no value, it is a switch", taken))
+                findings.append(_bad_words(name, "no value (it is a flag)", taken))
             values[name] = True
         elif name in _LISTS:
             values[name] = taken
@@ -145,12 +145,12 @@ def _wrong_options(values: Mapping[str, object], script: str) -> Iterable[Findin
     old = sorted(_options_before_dots(script).intersection(values))
     new = sorted(_options_with_dots("").intersection(values))
     if old and new:
-        what = f"--{old[0]} and --{new[0]} belong to different versions: argparse stops at one of them"
+        what = f"--{old[0]} and --{new[0]} belong to different versions: argparse rejects one of them"
         yield Finding.error("mixed-options", f"--{old[0]}", what, "use the names of one version")
     for name in sorted(_options_of_others(script).intersection(values)):
         ending = name.rpartition(".")[2]
         same = next((other for other in sorted(known("openrlhf", script)) if other.endswith(f".{ending}")), None)
-        what = f"train_{script} has no such option, in no release: argparse stops at it"
+        what = f"train_{script} has no such option in any release: argparse rejects it"
         yield Finding.error("unknown-key", f"--{name}", what, f"write --{same}" if same is not None else "remove it")
 
 

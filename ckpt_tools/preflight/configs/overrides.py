@@ -132,7 +132,7 @@ def read_overrides(tokens: Sequence[str], *, configs: Collection[str] = (), grou
         if match["sign"]:
             added.add(path)
         if not put(values, parts, plain_value(match["value"] or "")):
-            what = f"{path} is set below an option that has a value of its own"
+            what = f"{path} is set below an option that already has a value"
             findings.append(Finding.error("wrong-type", path, what, "remove one of the two"))
     return Overrides(
         values=values, added=frozenset(added), findings=tuple(findings), unread=tuple(unread), groups=chosen
@@ -239,7 +239,7 @@ def overridden(document: Document, words: Sequence[str], *, is_strict: bool = Fa
         found = _ASSIGNED.fullmatch(word)
         if found is None or (found["value"] is None and found["sign"] != "~"):
             if is_strict and not is_variable(word):
-                raise UsageError(f"{word!r} sets no option", where=word, hint="--name value, or key=value")
+                raise UsageError(f"{word!r} does not set an option", where=word, hint="--name value, or key=value")
             unread += (word,) if is_variable(word) else ()
             continue
         value = None if found["sign"] == "~" else plain_value(found["value"] or "")

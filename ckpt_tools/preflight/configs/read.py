@@ -40,7 +40,7 @@ class NotReadError(UsageError):
 
     def __init__(self, name: str, *, where: str) -> None:
         hint = "ckpt estimate and ckpt smoke take the model, the mesh and the dtypes as options"
-        super().__init__(f"this is a config of {name}, which preflight does not read", where=where, hint=hint)
+        super().__init__(f"this is a config of {name}, which preflight does not support", where=where, hint=hint)
         self.name = name
 
 
@@ -111,8 +111,8 @@ _SHARDING = ("fsdp1", "fsdp2", "deepspeed")
 def join(launcher: Config, run: Config) -> Config:
     """Return the config of a run of which accelerate's config says one part, and the script's arguments another."""
     if run.framework not in _OF_TRAINER:
-        what = f"a config of {launcher.framework} and one of {run.framework} are not read together"
-        raise UsageError(what, where=run.path, hint="check each of them on its own")
+        what = f"a config of {launcher.framework} and one of {run.framework} cannot be combined"
+        raise UsageError(what, where=run.path, hint="check each of them separately")
     shards_itself = run.spec.engine in _SHARDING
     taken = ("world_size",) if shards_itself else _OF_LAUNCHER
     fields = {name: getattr(launcher.spec, name) for name in taken}
@@ -165,7 +165,7 @@ def _contradictions(launcher: Config, run: Config) -> Iterator[Finding]:
             severity="warning" if is_same or run.spec.engine != "deepspeed" else "error",
             where=key,
             what=f"{key} shards the model, and so does {launcher.path}: the training arguments win",
-            hint=f"say it in one place: remove {key}, or distributed_type: MULTI_GPU in {launcher.path}",
+            hint=f"set it in one place: remove {key}, or set distributed_type: MULTI_GPU in {launcher.path}",
         )
     if launcher.spec.engine == "deepspeed" and run.spec.engine != "deepspeed":
         for name in _AGREE:
@@ -233,7 +233,7 @@ def read_config(
         others = with_deepspeed(others)
     if len(launchers) > 1 or len(others) > 1:
         problem = "two configs of the same kind are given"
-        hint = "give the launcher's config and the trainer's, and check other runs on their own"
+        hint = "pass the launcher's config and the trainer's, and check other runs separately"
         raise UsageError(problem, where=(launchers if len(launchers) > 1 else others)[1].path, hint=hint)
     *before, last = (*launchers, *others)
     if placed:
@@ -349,7 +349,7 @@ def _check_named(
     others = [name for name, one in READERS.items() if one.looks_like(document)]
     if framework in others or (known and not others) or 2 * len(known) >= len(values):
         return
-    hint = f"give the config that {framework} reads"
+    hint = f"pass the config that {framework} reads"
     if others:
         hint = f"this looks like a config of {' or of '.join(others)}: --framework {others[0]}"
     what = f"{framework} reads {len(known) or 'none'} of the {len(values)} keys of this file"

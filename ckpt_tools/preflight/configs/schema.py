@@ -253,7 +253,7 @@ def _grouped(findings: list[Finding], what: str) -> tuple[Finding, ...]:
         for one in findings[:_MAX_GROUPED]
     )
     problem = f"{len(findings)} {what}s are not known: {shown}" + (", …" if len(findings) > _MAX_GROUPED else "")
-    advice = f"remove what is misspelt, or check which version of the framework has these {what}s"
+    advice = f"correct misspelled {what}s, or check which version of the framework has these {what}s"
     return (Finding(code="unknown-key", severity=severity, where=findings[0].where, what=problem, hint=advice),)
 
 
@@ -263,8 +263,8 @@ def check_variables(options: Options, values: Mapping[str, object]) -> tuple[Fin
     words = dict.fromkeys(options.words)
     if words:
         shown = first_few(words, _MAX_GROUPED)
-        what = f"options that are not in the file were not checked: whatever {shown} may stand for"
-        findings.append(Finding.warning("unread-options", next(iter(words)), what, "write them in its place"))
+        what = f"not checked: options that {shown} may expand to, which are not in the file"
+        findings.append(Finding.warning("unread-options", next(iter(words)), what, "write the options themselves"))
     findings += [
         Finding.warning(
             "unknown-value",
@@ -276,7 +276,7 @@ def check_variables(options: Options, values: Mapping[str, object]) -> tuple[Fin
     ]
     if options.variables:
         shown = first_few(options.variables, 6)
-        what = f"left to variables, without effect on what is checked: {shown}"
+        what = f"set by variables, which do not affect the checks: {shown}"
         findings.append(Finding.info("unknown-value", options.variables[0], what))
     return tuple(findings)
 
@@ -351,7 +351,7 @@ def _names(value: object) -> tuple[str, ...]:
     items = value.split(",") if isinstance(value, str) else value
     if isinstance(items, (list, tuple)) and all(isinstance(item, str) for item in items):
         return tuple(item.strip() for item in items if item.strip())
-    raise ValueError("names, in a list or with commas between them")
+    raise ValueError("names, as a list or separated by commas")
 
 
 def _choice(written: str) -> Callable[[object], str]:
@@ -552,7 +552,7 @@ def describe(value: object) -> str:
     if isinstance(value, str):
         return f"text {_short(value)!r}"
     if isinstance(value, (int, float)):
-        return f"the number {_short(str(value)) if abs(value) < 1e300 else 'beyond all bounds'}"
+        return f"the number {_short(str(value)) if abs(value) < 1e300 else 'out of range'}"
     if isinstance(value, Mapping):
         return f"a mapping of {len(value)} keys"
     return f"a list of {len(value)}" if isinstance(value, (list, tuple)) else type(value).__name__

@@ -292,7 +292,7 @@ class Recording:
                 raise ValueError(f"the function {self.name} has no braces")
             self.opening = word
         if self.opening == "(" and word == "case":
-            raise ValueError(f"a case in the subshell {self.name}")
+            raise ValueError(f"an unsupported case in the subshell {self.name}")
         counts = self.is_start or self.opening == "("
         closing = "}" if self.opening == "{" else ")"
         self.depth += (counts and word == self.opening) - (counts and word == closing)

@@ -169,7 +169,7 @@ def _registered(
     try:
         return dict(read_function(find_registry(module, document), name)), (), ()
     except NotCertainError as error:
-        hint = "start it once with --debug.save_config_file config.json, and check the file that it writes"
+        hint = "run it once with --debug.save_config_file config.json, and check that file"
         found = Finding.info("unread-options", f"--config {name}", str(error), hint)
         return {}, (f"--module {module} --config {name}",), (found,)
 
@@ -224,11 +224,11 @@ def read_function(path: str, name: str) -> Mapping[str, object]:
     try:
         tree = ast.parse(read_named_file(path, what="the registry", max_bytes=MAX_BYTES))
     except (CkptError, SyntaxError, ValueError, RecursionError, MemoryError):
-        raise NotCertainError(f"{path} is not Python that can be read") from None
+        raise NotCertainError(f"{path} is not valid Python") from None
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     found = _call(name, functions, 0)
     if not isinstance(found, dict):
-        raise NotCertainError(f"{name} in {path} returns what is not written there")
+        raise NotCertainError(f"{name} in {path} returns a value that is not defined there")
     return found
 
 

@@ -68,14 +68,14 @@ def with_fsdp_file(values: Mapping[str, object], path: str) -> tuple[Mapping[str
     name = values.get(SECTION)
     if not isinstance(name, str):
         return values, ()
-    problem = "there is no such file"
+    problem = "no such file"
     place = find_file(name, (os.path.dirname(path), ""))  # Trainer itself looks in the current directory
     if place is not None:
         try:
             return {**values, SECTION: read_document(place).values or {}}, ()
         except CkptError as error:
             problem = error.what
-    what = f"{name}: {problem}; its options count as not given"
+    what = f"{name}: {problem}; its options are treated as not set"
     finding = Finding.error("missing-file", SECTION, what, "name a JSON file, or write its options below fsdp_config")
     return {key: value for key, value in values.items() if key != SECTION}, (finding,)
 
@@ -97,8 +97,8 @@ def _fsdp_words(value: object) -> tuple[tuple[str, ...] | None, tuple[Finding, .
         Finding.error(
             "unknown-value",
             "fsdp",
-            f"{item!r} is not an option of fsdp: Trainer stops at it",
-            "fsdp: true, and the rest in fsdp_config",
+            f"{item!r} is not an option of fsdp: Trainer rejects it",
+            "set fsdp: true and put the rest into fsdp_config",
         )
         for item in items
         if item not in ("auto_wrap", "offload") and item.upper() not in STRATEGIES

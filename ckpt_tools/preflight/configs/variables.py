@@ -95,7 +95,7 @@ class Variables:
         """Count what the script comes to, and stop where no script comes to as much."""
         self.num_chars += num_chars
         if self.num_chars > _MAX_EXPANDED:
-            raise ValueError(f"more than {_MAX_EXPANDED} characters once its variables are known")
+            raise ValueError(f"more than {_MAX_EXPANDED} characters after its variables are expanded")
 
     def expand(self, word: Word) -> list[str]:
         """Return the words that a word becomes: none, one or several; each knows where it is written."""

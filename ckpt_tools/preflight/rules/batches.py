@@ -36,13 +36,13 @@ def _multiple_of(case: Subject, found: Stated | None, unit: int, of: str) -> Ite
     """Yield that an option is no multiple of `unit`, which is `of` in words."""
     if found is not None and found.count is not None and unit > 0 and found.count % unit:
         fix = case.written(found.key, next_multiple(found.count, unit))
-        yield Violation(found.key, f"{found} is no multiple of {of}", fix)
+        yield Violation(found.key, f"{found} is not a multiple of {of}", fix)
 
 
 @error_rule(
     "CKPT110 (verl): rollouts that do not spread evenly over the ranks",
-    why="verl compares prompts × samples with what the ranks take at a time before it loads anything, and stops",
-    fix="a data.train_batch_size whose product with rollout.n the ranks divide",
+    why="verl requires that the ranks evenly divide prompts × samples, and stops before it loads anything",
+    fix="set a data.train_batch_size whose product with rollout.n is divisible by the ranks",
 )
 def rollouts_spread(case: Subject) -> Iterator[Violation]:
     """Source: verl 0.9.1 `utils/config.py:98-119` (`minimal_bsz`)."""
@@ -55,7 +55,7 @@ def rollouts_spread(case: Subject) -> Iterator[Violation]:
         model = math.prod(max(case.count(name), 1) for name in sizes)
         if ranks % model:
             key = max(sizes, key=case.count)
-            yield Violation(key, f"{ranks} ranks are no multiple of tp × pp × cp = {model}", f"a divisor of {ranks}")
+            yield Violation(key, f"{ranks} ranks are not a multiple of tp × pp × cp = {model}", f"a divisor of {ranks}")
             return
         unit = ranks // model * max(case.count(f"{_ACTOR}.ppo_micro_batch_size_per_gpu"), 1)
     elif not case.is_fsdp:
@@ -63,15 +63,15 @@ def rollouts_spread(case: Subject) -> Iterator[Violation]:
     samples = max(case.count(_SAMPLES), 1)
     if batch * samples % unit:
         right = next_multiple(batch, unit // math.gcd(unit, samples))
-        what = f"{batch} prompts × {samples} samples = {batch * samples}, which {unit} does not divide"
+        what = f"{batch} prompts × {samples} samples = {batch * samples}, which is not divisible by {unit}"
         yield Violation(_TRAIN_BATCH, what, f"{_TRAIN_BATCH}: {right}")
 
 
 @error_rule(
     "CKPT111 (verl): mini-batches and micro-batches that do not fit together",
-    why="verl cuts the batch into mini-batches over the ranks, and those into micro-batches: where that leaves a rest,"
+    why="verl splits the batch into mini-batches over the ranks, and those into micro-batches: with a remainder,"
     " the run stops at its first update",
-    fix="train_batch_size ≥ ppo_mini_batch_size, and micro-batches that divide what a rank gets of a mini-batch",
+    fix="use train_batch_size ≥ ppo_mini_batch_size, and micro-batches that divide a rank's share of a mini-batch",
 )
 def mini_batches_fit(case: Subject) -> Iterator[Violation]:
     """Source: verl 0.9.1 `workers/config/{actor,critic}.py`, `engine_workers.py:267`, `engine/utils.py:125`."""
@@ -106,7 +106,7 @@ def _micro_of_all(case: Subject, role: str, mini: Stated, ranks: int) -> Iterato
         yield Violation(micro.key, f"{micro} does not divide {mini}", fix)
     elif micro.count * cut < ranks:
         remedy = f"{micro.key}: {next_multiple(micro.count, -(-ranks // cut))}, or ppo_micro_batch_size_per_gpu"
-        yield Violation(micro.key, f"{micro} is for all {ranks} ranks together, and some would get none", remedy)
+        yield Violation(micro.key, f"{micro} is for all {ranks} ranks together, so some would get none", remedy)
 
 
 def _mini_of_a_rank(case: Subject, mini: Stated, ranks: int) -> Iterator[Violation]:
@@ -116,7 +116,7 @@ def _mini_of_a_rank(case: Subject, mini: Stated, ranks: int) -> Iterator[Violati
     total = mini.count * samples
     if total % data_ranks:
         right = next_multiple(mini.count, data_ranks // math.gcd(data_ranks, samples))
-        what = f"{mini} × {samples} samples = {total}, which {data_ranks} data-parallel ranks do not divide"
+        what = f"{mini} × {samples} samples = {total}, which is not divisible by {data_ranks} data-parallel ranks"
         yield Violation(mini.key, what, f"{mini.key}: {right}")
         return
     micro = case.option(f"{_ACTOR}.ppo_micro_batch_size_per_gpu")
@@ -130,7 +130,7 @@ def _mini_of_a_rank(case: Subject, mini: Stated, ranks: int) -> Iterator[Violati
     "CKPT112 (torchtitan): a global batch that is no multiple of what the ranks take at a time",
     why="torchtitan accumulates gradients over global_batch_size ÷ (local_batch_size × data-parallel ranks) passes, and"
     " asserts that this is a whole number",
-    fix="a multiple of local_batch_size × dp_replicate × dp_shard",
+    fix="use a multiple of local_batch_size × dp_replicate × dp_shard",
 )
 def global_batch(case: Subject) -> Iterator[Violation]:
     """Source: torchtitan 0.3.0 `trainer.py:414-424`; 0.2.2 `train.py:202`."""
@@ -144,7 +144,7 @@ def global_batch(case: Subject) -> Iterator[Violation]:
     "CKPT113 (openrlhf): a training batch that micro-batches and ranks do not divide",
     why="DeepSpeed accumulates gradients over train_batch_size ÷ (micro_train_batch_size × ranks) passes, and asserts"
     " that this is a whole number of at least 1",
-    fix="a multiple of micro_train_batch_size × data-parallel ranks",
+    fix="use a multiple of micro_train_batch_size × data-parallel ranks",
 )
 def train_batch(case: Subject) -> Iterator[Violation]:
     """Source: OpenRLHF 0.11.2 `utils/deepspeed/deepspeed.py:110-116,455`, DeepSpeed `_batch_assertion`."""
@@ -161,8 +161,8 @@ def _data_ranks(case: Subject) -> int:
 
 @error_rule(
     "CKPT114 (openrlhf): fewer batches of rollouts than ranks",
-    why="OpenRLHF hands batches of samples to the ranks of the actor, and asserts that each gets one",
-    fix="a larger rollout batch, or smaller micro-batches of it",
+    why="OpenRLHF distributes batches of samples over the actor's ranks, and asserts that each gets one",
+    fix="use a larger rollout batch, or smaller micro-batches of it",
 )
 def rollouts_for_all(case: Subject) -> Iterator[Violation]:
     """Source: OpenRLHF 0.11.2 `cli/train_ppo_ray.py:757-763`."""
@@ -179,9 +179,9 @@ def rollouts_for_all(case: Subject) -> Iterator[Violation]:
 
 @error_rule(
     "CKPT115 (trainer, axolotl): groups of generations that do not fill the batch",
-    why="GRPO compares the generations of one prompt: TRL and axolotl refuse a batch that holds parts of groups, and"
-    " groups of one",
-    fix="a num_generations that divides samples per rank × ranks × gradient_accumulation_steps",
+    why="GRPO compares the generations of one prompt: TRL and axolotl reject batches with incomplete"
+    " groups, and groups of one",
+    fix="use a num_generations that divides samples per rank × ranks × gradient_accumulation_steps",
 )
 def groups_fill_batch(case: Subject) -> Iterator[Violation]:
     """Source: TRL 1.16.0 `trainer/grpo_config.py:1096-1141`, axolotl 0.21.0 `utils/schemas/validation.py:1077-1133`."""
@@ -201,7 +201,7 @@ def groups_fill_batch(case: Subject) -> Iterator[Violation]:
     if asked is not None and asked.count is not None:
         unit = math.lcm(step, group.count)
         if asked.count % group.count or (asked.count % step and not at):
-            what = f"{asked} is no multiple of {group.count} generations and of {samples} samples × {ranks} ranks"
+            what = f"{asked} is not a multiple of {group.count} generations and of {samples} samples × {ranks} ranks"
             yield Violation(asked.key, what, f"{asked.key}: {next_multiple(asked.count, unit)}")
     elif step * passes % group.count:
         fix = f"gradient_accumulation_steps: {math.lcm(group.count, step) // step}"
@@ -226,7 +226,7 @@ _SIZES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     "CKPT116: DeepSpeed's own sizes against those of the trainer",
     why="transformers refuses every value of DeepSpeed's config that is not auto and not that of the arguments, and"
     " DeepSpeed a train_batch_size that is not micro-batch × accumulation × ranks",
-    fix="auto in DeepSpeed's config",
+    fix="use auto in DeepSpeed's config",
     frameworks=tuple(_ARGUMENTS),
 )
 def deepspeed_sizes(case: Subject) -> Iterator[Violation]:
@@ -253,21 +253,21 @@ def deepspeed_sizes(case: Subject) -> Iterator[Violation]:
         # Arguments that say neither have a default, which is another one in TRL.
         is_off = argument.is_off if argument is not None else bool(arguments) and case.is_on(other)
         if asked is not None and asked.is_on and is_off:
-            yield Violation(asked.key, f"{asked}, and the arguments have no {word}", f"{asked.key}: auto")
+            yield Violation(asked.key, f"{asked}, but the arguments have no {word}", f"{asked.key}: auto")
 
 
 def _differs(case: Subject, option: str, expected: float, other: str) -> Iterator[Violation]:
     found = case.get(option)
     if found is not None and found.text != "auto" and found.value != expected:
         value = f"the text {found.text}" if isinstance(found.value, str) else shown(found.value)
-        yield Violation(found.key, f"{found.key} is {value}, and {other}", f"{found.key}: auto")
+        yield Violation(found.key, f"{found.key} is {value}, but {other}", f"{found.key}: auto")
 
 
 @error_rule(
     "CKPT117 (torchtitan): a sequence that its parallel ranks cannot cut evenly",
     why="torchtitan stops: sequence parallelism cuts a sample over the TP ranks, context parallelism into two parts per"
     " rank",
-    fix="a multiple of tp × 2 · cp",
+    fix="use a multiple of tp × 2 · cp",
 )
 def sequence_divides(case: Subject) -> Iterator[Violation]:
     """Source: torchtitan 0.3.0 `trainer.py:306-315`; 0.2.2 `models/llama3/infra/parallelize.py`."""
@@ -280,8 +280,8 @@ def sequence_divides(case: Subject) -> Iterator[Violation]:
 
 @error_rule(
     "CKPT118 (verl): a budget of tokens below the longest sample",
-    why="verl fills batches by tokens, and stops at a sample that is longer than the budget of a rank",
-    fix="at least max_prompt_length + max_response_length",
+    why="verl fills batches by tokens, and rejects a sample that is longer than a rank's budget",
+    fix="set it to at least max_prompt_length + max_response_length",
 )
 def tokens_suffice(case: Subject) -> Iterator[Violation]:
     """Source: verl 0.9.1 `utils/seqlen_balancing.py:384`."""
@@ -293,7 +293,7 @@ def tokens_suffice(case: Subject) -> Iterator[Violation]:
         return
     longest, cut = sum(length or 0 for length in lengths), max(case.axis("sp"), 1)
     if found.count * cut < longest:
-        what = f"{found}, and a prompt and its response may have {longest} tokens"
+        what = f"{found}, but a prompt with its response may have {longest} tokens"
         yield Violation(found.key, what, f"{found.key}: {-(-longest // cut)}")
 
 
@@ -307,8 +307,8 @@ MAX_LORA_RANK = 65_536  # Rank of an adapter; weights of language models are nar
 
 @error_rule(
     "CKPT100: an impossibly large size",
-    why="A digit too many, or the wrong unit: no cluster has these ranks, and no device holds such a sample",
-    fix="the intended size",
+    why="Probably a typing error or the wrong unit: no cluster has so many ranks, and no device fits such a sample",
+    fix="set the intended size",
 )
 def absurd_sizes(case: Subject) -> Iterator[Violation]:
     """Compare sizes with bounds that lie far beyond the largest runs."""
@@ -328,8 +328,8 @@ def absurd_sizes(case: Subject) -> Iterator[Violation]:
 
 @error_rule(
     "CKPT101: a size below its minimum",
-    why="The trainer stops at it, divides by it, or trains nothing",
-    fix="a whole number that is large enough, or leave the option out",
+    why="The trainer rejects it, divides by it, or trains nothing",
+    fix="use a whole number that is large enough, or leave the option out",
     frameworks=frameworks_of("limits.tsv", "CKPT101"),
 )
 def least_sizes(case: Subject) -> Iterator[Violation]:
@@ -341,8 +341,8 @@ def least_sizes(case: Subject) -> Iterator[Violation]:
 
 @error_rule(
     "CKPT102: a learning rate below zero",
-    why="torch's optimizers stop at it: Invalid learning rate",
-    fix="a learning rate above zero",
+    why="torch's optimizers reject it: Invalid learning rate",
+    fix="set a learning rate above zero",
     frameworks=frameworks_of("limits.tsv", "CKPT102"),
 )
 def learning_rate(case: Subject) -> Iterator[Violation]:
@@ -362,8 +362,8 @@ _TENSOR: Mapping[Framework, tuple[str, ...]] = {
 
 @error_rule(
     "CKPT120 (accelerate): devices that the processes of a machine do not have",
-    why="Only the devices of gpu_ids are visible: a process beyond them stops with an invalid device ordinal",
-    fix="one id per process of a machine, or gpu_ids: all",
+    why="Only the devices in gpu_ids are visible: a process without one fails with an invalid device ordinal",
+    fix="list one id per process of a machine, or gpu_ids: all",
 )
 def device_ids(case: Subject) -> Iterator[Violation]:
     """Source: accelerate 1.15.0 `utils/launch.py:264-277`, `commands/launch.py:_validate_launch_command`."""
@@ -376,7 +376,7 @@ def device_ids(case: Subject) -> Iterator[Violation]:
         right = ",".join(map(str, range(len(ids))))
         yield Violation(found.key, f"{found} names a device twice", f"{found.key}: '{right}'")
     elif len(ids) < processes // machines:
-        what = f"{processes // machines} processes on a machine, and {len(ids)} devices ({found})"
+        what = f"{processes // machines} processes per machine, but {len(ids)} devices ({found})"
         yield Violation(found.key, what, f"{found.key}: all, or num_processes: {len(ids) * machines}")
     elif len(ids) < 2 and machines == 1 and kind is not None and kind.text.startswith("MULTI_"):
         yield Violation(found.key, f"{kind} with one device ({found})", f"{found.key}: all")
@@ -384,8 +384,8 @@ def device_ids(case: Subject) -> Iterator[Violation]:
 
 @error_rule(
     "CKPT121 (verl, openrlhf): inference engines that do not fill the devices of training",
-    why="Engines that share the devices of the actor take all of them in equal parts: verl and OpenRLHF assert it",
-    fix="engines × tensor parallel size = ranks of the actor",
+    why="Engines that share the actor's devices must use all of them in equal parts: verl and OpenRLHF assert it",
+    fix="make engines × tensor parallel size = ranks of the actor",
 )
 def engines_fill(case: Subject) -> Iterator[Violation]:
     """Source: verl 0.9.1 `workers/engine_workers.py:655-660`, OpenRLHF 0.11.2 `cli/train_ppo_ray.py:56-64`."""
@@ -398,7 +398,7 @@ def engines_fill(case: Subject) -> Iterator[Violation]:
             return
         engine = size.count * case.count(f"{at}data_parallel_size") * case.count(f"{at}pipeline_model_parallel_size")
         if engine > 0 and ranks % engine:
-            what = f"an engine of {engine} ranks, and {ranks} ranks are no multiple of it"
+            what = f"{ranks} ranks are not a multiple of an engine's {engine} ranks"
             yield Violation(size.key, what, f"{size.key}: a divisor of {ranks}")
         return
     engines = case.option("vllm.num_engines", "vllm_num_engines")
@@ -409,13 +409,13 @@ def engines_fill(case: Subject) -> Iterator[Violation]:
         return
     if engines.count * width != ranks:
         fix = case.written(engines.key, ranks // width) if ranks % width == 0 else f"engines × their ranks = {ranks}"
-        yield Violation(engines.key, f"{engines.count} engines of {width} ranks, and the actor has {ranks}", fix)
+        yield Violation(engines.key, f"{engines.count} engines of {width} ranks, but the actor has {ranks}", fix)
 
 
 @error_rule(
     "CKPT122 (verl, openrlhf): an inference engine whose ranks do not divide the attention heads",
-    why="vLLM and SGLang cut attention by heads, and refuse a tensor parallel size that does not divide them",
-    fix="a divisor of the heads",
+    why="vLLM and SGLang cut attention by heads, and reject a tensor parallel size that does not divide them",
+    fix="use a divisor of the heads",
 )
 def engine_heads(case: Subject) -> Iterator[Violation]:
     """Source: vLLM `config/model.py:verify_with_parallel_config`."""
@@ -439,8 +439,8 @@ def _strategy(case: Subject, default: str, *names: str) -> tuple[str, Stated | N
 
 @error_rule(
     "CKPT130 (trainer): the best model is asked for, and not every save follows an evaluation",
-    why="Trainer can only go back to a checkpoint that was evaluated: it refuses other schedules before it starts",
-    fix="the same strategy for both, and save_steps a multiple of eval_steps",
+    why="Trainer can only reload a checkpoint that was evaluated: it rejects other schedules at the start",
+    fix="use the same strategy for both, with save_steps a multiple of eval_steps",
 )
 def best_is_evaluated(case: Subject) -> Iterator[Violation]:
     """Source: transformers 5.23.0 `training_args.py:1575-1583,1749-1774`."""
@@ -456,7 +456,7 @@ def best_is_evaluated(case: Subject) -> Iterator[Violation]:
         else:
             key = "save_strategy" if save_by is None else save_by.key
             fix = f"{key}: {evaluate}"
-        yield Violation(key, f"{wanted}, and it saves by {shown(save)} and evaluates by {shown(evaluate)}", fix)
+        yield Violation(key, f"{wanted}, but saves are by {shown(save)} and evaluations by {shown(evaluate)}", fix)
     elif save == "steps":
         yield from _multiples(case)
 
@@ -474,5 +474,5 @@ def _multiples(case: Subject) -> Iterator[Violation]:
         return
     key = "save_steps" if saves is None else saves.key
     right = step if (every < 1) != (step < 1) else max(every // step, 1) * step
-    what = f"it saves every {every:g} steps and evaluates every {step:g}: no save may lie between evaluations"
+    what = f"it saves every {every:g} steps and evaluates every {step:g}: every save must follow an evaluation"
     yield Violation(key, what, f"{key}: {right:g}")

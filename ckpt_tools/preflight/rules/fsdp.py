@@ -51,19 +51,19 @@ def _ai_engines(case: Subject) -> Iterator[Violation]:
     if case.wants_ai_fsdp:
         for name in ("ddp", "use_ddp"):
             if ddp := enabled(case.ai_option(f"train.{name}")):
-                yield Violation(ddp.key, "DDP beside dist_mode: fsdp; only one can be used", f"remove {ddp.key}")
+                yield Violation(ddp.key, "DDP together with dist_mode: fsdp; only one can be used", f"remove {ddp.key}")
     elif mode is not None and mode.text.lower() == "ddp":
         for name in ("fsdp_auto_wrap", "fsdp_sharding", "fsdp_cpu_offload"):
             found = case.ai_option(f"train.{name}")
             if found is not None and _has(found):
-                what = f"{name} beside dist_mode: ddp; only one engine can be used"
+                what = f"{name} together with dist_mode: ddp; only one engine can be used"
                 yield Violation(found.key, what, f"{mode.key}: fsdp, or remove the fsdp_ options")
                 return
 
 
 @warning_rule(
     "CKPT011 (accelerate, trainer, openrlhf): the options of an engine that is not used",
-    why="Nothing reads them: the run starts as if they were not there",
+    why="They are ignored: the run starts without them",
     fix="remove them, or choose that engine",
 )
 def unused_engine(case: Subject) -> Iterator[Violation]:
@@ -75,7 +75,7 @@ def unused_engine(case: Subject) -> Iterator[Violation]:
             if kind is None or found is None or not isinstance(found.value, Mapping) or not found.value:
                 continue
             if kind.text.upper() != reader:
-                what = f"{section} is only read with distributed_type: {reader}, the config has {kind.text}"
+                what = f"{section} is only read with distributed_type: {reader}, but the config has {kind.text}"
                 yield Violation(section, what, f"distributed_type: {reader}, or remove {section}")
     elif case.framework == "trainer":
         options = case.get("fsdp_config")
@@ -85,13 +85,13 @@ def unused_engine(case: Subject) -> Iterator[Violation]:
         for name in ("zero_stage", "zpg", "deepcompile", "ds.zero_stage", "ds.zpg", "ds.deepcompile"):
             found = case.get(name)
             if found is not None and found.value is not False:
-                what = f"--{name} is an option of DeepSpeed, --backend is fsdp2"
+                what = f"--{name} is an option of DeepSpeed, but --backend is fsdp2"
                 yield Violation(f"--{name}", what, f"remove --{name}, or --backend deepspeed")
 
 
 @error_rule(
     "CKPT012 (accelerate, trainer, axolotl): FSDP with pipeline parallelism",
-    why="Transformers has no pipeline of FSDP stages: it refuses the pair",
+    why="Transformers does not support pipeline stages with FSDP and rejects the pair",
     fix="pp_size 1, and shard over those ranks; or TP with PP and without FSDP",
 )
 def no_pipeline(case: Subject) -> Iterator[Violation]:
@@ -110,11 +110,11 @@ def no_pipeline(case: Subject) -> Iterator[Violation]:
 
 _V1_STRATEGIES = ("no_shard", "hybrid_shard", "hybrid_shard_zero2")
 _OBSOLETE: Mapping[str, str] = {
-    "sharding_strategy": "reshard_after_forward and the mesh say what it said",
+    "sharding_strategy": "reshard_after_forward and the mesh replace it",
     "backward_prefetch": "FSDP2 prefetches on its own",
     "backward_prefetch_policy": "FSDP2 prefetches on its own",
     "forward_prefetch": "FSDP2 prefetches on its own",
-    "use_orig_params": "FSDP2 always keeps the parameters as they are",
+    "use_orig_params": "FSDP2 always uses the original parameters",
     "sync_module_states": "FSDP2 does not broadcast from rank 0",
 }
 """Option of FSDP1 → why FSDP2 has none."""
@@ -136,7 +136,7 @@ def default_version(framework: Framework) -> int:
 
 @error_rule(
     "CKPT020 (accelerate, trainer, axolotl): reshard_after_forward is not a bool under FSDP2",
-    why="FSDP1's strategy names cannot be read as one: the trainer stops while it parses its options",
+    why="FSDP1's strategy names are not booleans: the trainer fails when it parses its options",
     fix="true for FULL_SHARD, false for SHARD_GRAD_OP; a replicated axis for HYBRID_SHARD",
 )
 def reshard_is_bool(case: Subject) -> Iterator[Violation]:
@@ -146,13 +146,13 @@ def reshard_is_bool(case: Subject) -> Iterator[Violation]:
         return
     means = {"FULL_SHARD": "true", "1": "true", "SHARD_GRAD_OP": "false", "2": "false"}.get(found.text.upper())
     yield Violation(
-        found.key, f"{found}; FSDP2 takes true or false", f"{found.key}: {means}" if means else f"{found.key}: true"
+        found.key, f"{found}; FSDP2 accepts true or false", f"{found.key}: {means}" if means else f"{found.key}: true"
     )
 
 
 @error_rule(
     "CKPT021 (trainer): a word in `fsdp` that Trainer does not accept, or accepts only under FSDP1",
-    why='Trainer stops while it parses its arguments; the text "true" is an unknown word to it',
+    why='Trainer fails when it parses its arguments; it does not accept the text "true"',
     fix="fsdp: true, and the strategy in fsdp_config",
 )
 def v1_strategy(case: Subject) -> Iterator[Violation]:
@@ -167,13 +167,13 @@ def v1_strategy(case: Subject) -> Iterator[Violation]:
     words = found.value.split() if isinstance(found.value, str) else [str(item) for item in found.value]
     for word in words:
         if word.lower() in _V1_STRATEGIES and case.is_fsdp2:
-            what = f"{word} is a strategy of FSDP1, the config has FSDP2"
+            what = f"{word} is a strategy of FSDP1, but the config uses FSDP2"
             yield Violation("fsdp", what, "fsdp: true with fsdp_config.reshard_after_forward: true")
 
 
 @warning_rule(
     "CKPT022 (accelerate, trainer, axolotl, verl): an option of FSDP1 under FSDP2",
-    why="It is ignored (accelerate's plugin even refuses forward_prefetch when it is passed directly)",
+    why="It is ignored (accelerate's plugin rejects forward_prefetch if passed directly)",
     fix="remove it",
 )
 def obsolete_options(case: Subject) -> Iterator[Violation]:
@@ -192,14 +192,14 @@ def obsolete_options(case: Subject) -> Iterator[Violation]:
             continue
         if name == "use_orig_params" and needed is not None and needed.text == "q_galore_adamw8bit":
             continue  # axolotl asks for it there
-        instead = ": reshard_after_forward, and a replicated axis, say it" if name == "sharding_strategy" else ""
+        instead = ": use reshard_after_forward and a replicated axis instead" if name == "sharding_strategy" else ""
         yield Violation(found.key, f"{name} is ignored under FSDP2: {reason}", f"remove {found.key}{instead}")
 
 
 @warning_rule(
     "CKPT023 (accelerate, trainer, axolotl): the config does not state its FSDP version",
     why="A missing version is FSDP1 in accelerate and in axolotl before 0.20, and FSDP2 in Trainer and newer axolotl: "
-    "the same options, other meanings",
+    "the same options with different meanings",
     fix="write the version",
 )
 def version_missing(case: Subject) -> Iterator[Violation]:
@@ -216,21 +216,21 @@ def version_missing(case: Subject) -> Iterator[Violation]:
 
 @warning_rule(
     "CKPT024 (accelerate): reshard_after_forward under FSDP1",
-    why="FSDP1 takes its strategy from sharding_strategy, whose default is FULL_SHARD: this option is not read",
+    why="FSDP1 reads its strategy from sharding_strategy (default: FULL_SHARD) and ignores this option",
     fix="fsdp_sharding_strategy, or FSDP2",
 )
 def reshard_under_v1(case: Subject) -> Iterator[Violation]:
     """Source: `FullyShardedDataParallelPlugin.__post_init__`: `sharding_strategy` is never None under FSDP1."""
     found = case.fsdp_option("reshard_after_forward")
     if found is not None and case.spec.engine == "fsdp1" and found.text.upper() not in ("FULL_SHARD", "TRUE", "1"):
-        what = f"{found} is not read under FSDP1, whose sharding_strategy is FULL_SHARD by default"
+        what = f"{found} is ignored under FSDP1, where sharding_strategy defaults to FULL_SHARD"
         fix = f"{case.fsdp_key('sharding_strategy')}: {found.text}, or {case.fsdp_key('version')}: 2"
         yield Violation(found.key, what, fix)
 
 
 @warning_rule(
     "CKPT025 (trainer, axolotl): FSDP1",
-    why="Axolotl 0.20 and later refuse it, transformers will soon remove it; its checkpoints and options differ",
+    why="Axolotl 0.20 and later reject it, transformers will soon remove it; its checkpoints and options differ",
     fix="move to FSDP2",
 )
 def deprecated_version(case: Subject) -> Iterator[Violation]:
@@ -247,7 +247,7 @@ def deprecated_version(case: Subject) -> Iterator[Violation]:
 
 @error_rule(
     "CKPT026 (accelerate, trainer, axolotl): an auto_wrap_policy that does not exist",
-    why="The trainer stops while it parses its options",
+    why="The trainer fails when it parses its options",
     fix="TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP",
 )
 def known_policy(case: Subject) -> Iterator[Violation]:
@@ -259,7 +259,7 @@ def known_policy(case: Subject) -> Iterator[Violation]:
     known = _POLICIES[:2] if case.framework == "axolotl" else _POLICIES
     if text not in known:
         near = found.text.upper() if found.text.upper() in known else known[0]
-        yield Violation(found.key, f"{found}; it is one of {', '.join(known)}", f"{found.key}: {near}")
+        yield Violation(found.key, f"{found}; must be one of {', '.join(known)}", f"{found.key}: {near}")
 
 
 def _policy(case: Subject) -> str | None:
@@ -285,7 +285,7 @@ def matching_policy(case: Subject) -> Iterator[Violation]:
     for name, reader in others.items():
         found = case.fsdp_option(name)
         if found is not None and policy != reader and found.value not in (0, "", []):
-            what = f"{name} is read under {reader} only, the policy is {policy}"
+            what = f"{name} is read under {reader} only, but the policy is {policy}"
             yield Violation(found.key, what, f"{case.fsdp_key('auto_wrap_policy')}: {reader}, or remove {found.key}")
 
 
@@ -321,7 +321,7 @@ def _stops_launch(case: Subject) -> bool:
 
 @error_rule(
     "CKPT029 (accelerate): cpu_ram_efficient_loading without sync_module_states",
-    why="Only rank 0 would read the weights, and the others never get them: the launcher refuses it, in FSDP2 too",
+    why="Only rank 0 would read the weights, and the others never get them: the launcher rejects it, in FSDP2 too",
     fix="sync_module_states: true, or remove it; it defaults to true",
 )
 def loading_needs_sync(case: Subject) -> Iterator[Violation]:
@@ -341,7 +341,7 @@ _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRI
 
 @error_rule(
     "CKPT090 (trainer, axolotl): reshard_after_forward is not a strategy's name under FSDP1",
-    why="Trainer hands it to FSDP1 as the name of a sharding strategy, and true is not one: a KeyError",
+    why="Trainer passes it to FSDP1 as the name of a sharding strategy, and true raises a KeyError",
     fix="full_shard or shard_grad_op, or FSDP2",
 )
 def strategy_name(case: Subject) -> Iterator[Violation]:
@@ -350,7 +350,7 @@ def strategy_name(case: Subject) -> Iterator[Violation]:
     if found is not None and case.spec.engine == "fsdp1" and found.text.upper() not in _STRATEGIES:
         name = "shard_grad_op" if found.is_off else "full_shard"
         fix = "fsdp_version: 2" if case.framework == "axolotl" else f"{found.key}: {name}, or fsdp_config.version: 2"
-        yield Violation(found.key, f"{found} under FSDP1, which takes the name of a strategy", fix)
+        yield Violation(found.key, f"{found} under FSDP1, which needs the name of a strategy", fix)
 
 
 @warning_rule(
@@ -392,7 +392,7 @@ def prefixed_keys(case: Subject) -> Iterator[Violation]:
 @error_rule(
     "CKPT094 (verl): Ulysses ranks that do not divide the world",
     why="verl puts all ranks on a mesh of dp × sp",
-    fix="a size that divides the world size",
+    fix="use a size that divides the world size",
 )
 def ulysses_world(case: Subject) -> Iterator[Violation]:
     """Source: verl `workers/fsdp_workers.py:ActorRolloutRefWorker.__init__`."""

@@ -20,7 +20,7 @@ def parallelism_sizes(case: Subject) -> Mapping[str, object] | None:
 
 @error_rule(
     "CKPT001: the axes of the mesh do not multiply to the world size",
-    why="Every rank has one place in the mesh: building it fails on all ranks, after the job was scheduled",
+    why="The mesh needs one place per rank: building it fails on all ranks, after the job was scheduled",
     fix="change one axis, or the number of processes, so that the product is the world size",
 )
 def axis_product(case: Subject) -> Iterator[Violation]:
@@ -42,19 +42,19 @@ def axis_product(case: Subject) -> Iterator[Violation]:
     product = " × ".join(f"{name}={size}" for name, size in sizes.items() if size != 1) or "1"
     note = ""
     if case.framework == "torchtitan" and case.axis("ep") > 1:
-        note = f"; {case.axis_key('ep')} takes no ranks of its own"
+        note = f"; {case.axis_key('ep')} adds no ranks"
     relation = f"does not divide {world}" if rest else f"is {fixed}"
     named = [name for name, size in sizes.items() if size > 0] or rest
     largest = max(named, key=lambda name: sizes[name])
     others = fixed // max(sizes[largest], 1)
     change = f"{case.axis_key(largest)}: {world // others}" if world % others == 0 else "sizes that divide the world"
     fix = f"set {change}, or start {fixed if not rest else math.lcm(fixed, world)} ranks"
-    yield Violation(case.axis_key(largest), f"the mesh {product} {relation}, the world has {world} ranks{note}", fix)
+    yield Violation(case.axis_key(largest), f"the mesh {product} {relation}, but there are {world} ranks{note}", fix)
 
 
 @error_rule(
     "CKPT002 (accelerate, trainer, torchtitan, verl): a parallel size is not a positive number",
-    why="The trainer refuses it when it builds the mesh",
+    why="The trainer rejects it when it builds the mesh",
     fix="write 1 to switch an axis off; only torchtitan's data_parallel_shard_degree and verl's fsdp_size may be -1",
 )
 def positive_sizes(case: Subject) -> Iterator[Violation]:
@@ -74,7 +74,7 @@ def positive_sizes(case: Subject) -> Iterator[Violation]:
 
 @error_rule(
     "CKPT003 (accelerate, trainer): `parallelism_config` without FSDP2",
-    why="accelerate builds the mesh and then refuses it, or, under DDP, shards nothing on the axes that ask for it",
+    why="accelerate builds the mesh and then rejects it or, under DDP, shards nothing on the axes that need it",
     fix="distributed_type: FSDP and fsdp_config.fsdp_version: 2, or remove parallelism_config",
 )
 def needs_fsdp2(case: Subject) -> Iterator[Violation]:
@@ -85,19 +85,19 @@ def needs_fsdp2(case: Subject) -> Iterator[Violation]:
     if case.spec.engine == "fsdp1":
         version = case.fsdp_option("version")
         key = "parallelism_config"
-        what = f"it needs FSDP2, the config has FSDP1 ({version or 'no fsdp_version, which means 1'})"
+        what = f"it needs FSDP2, but the config uses FSDP1 ({version or 'no fsdp_version, which means 1'})"
         yield Violation(key, what, f"{'fsdp_config.fsdp_version' if version is None else version.key}: 2")
     elif case.spec.engine in ("ddp", "none") and sharded:
         is_trainer = case.framework == "trainer"
         switch = case.get("fsdp" if is_trainer else "distributed_type")
-        what = f"{sharded[0]}={case.axis(sharded[0])} needs FSDP2, the config has {switch or 'no FSDP'}"
+        what = f"{sharded[0]}={case.axis(sharded[0])} needs FSDP2, but the config has {switch or 'no FSDP'}"
         fix = "fsdp: true" if is_trainer else "distributed_type: FSDP and fsdp_config: {fsdp_version: 2}"
         yield Violation(case.axis_key(sharded[0]), what, fix)
 
 
 @error_rule(
     "CKPT004 (accelerate, trainer): FSDP2 has no axis to shard over",
-    why="Parameters are sharded over dp_shard and cp; with both at 1 accelerate refuses to prepare the model",
+    why="Parameters are sharded over dp_shard and cp; with both at 1 accelerate does not prepare the model",
     fix="dp_shard_size greater than 1, or no parallelism_config at all: then FSDP shards over all ranks",
 )
 def something_to_shard_over(case: Subject) -> Iterator[Violation]:
@@ -163,7 +163,7 @@ def even_machines(case: Subject) -> Iterator[Violation]:
     """Source: `accelerate/utils/launch.py:prepare_multi_gpu_env`."""
     ranks, count = case.count("num_processes", 0), case.count("num_machines")
     if count > 0 and ranks > 0 and ranks % count:
-        what = f"{ranks} processes on {count} machines: {ranks // count} start on each, and {ranks % count} never"
+        what = f"{ranks} processes on {count} machines: {ranks // count} start on each, {ranks % count} never start"
         yield Violation("num_processes", what, f"num_processes: {-(-ranks // count) * count}")
 
 
@@ -180,7 +180,7 @@ def other_world(case: Subject) -> Iterator[Violation]:
         keys = ("trainer.n_gpus_per_node", "trainer.nnodes")
     ranks = math.prod(case.count(key, 0) for key in keys)  # 0 where the file does not say
     if ranks > 0 and case.spec.world_size not in (None, ranks):
-        what = f"the config starts {ranks} ranks, {case.spec.world_size} were checked"
+        what = f"the config starts {ranks} ranks, but {case.spec.world_size} were checked"
         yield Violation(keys[0], what, f"{' × '.join(keys)} = {shown(case.spec.world_size)}, or --world-size {ranks}")
 
 
@@ -195,7 +195,7 @@ def _divisors(number: int, limit: int) -> str:
 @error_rule(
     "CKPT030: tp does not divide the attention heads",
     why="Each rank computes whole heads; with a remainder, reshaping the projections fails in the first forward",
-    fix="a tp that divides both the heads and the key and value heads",
+    fix="use a tp that divides both the heads and the key and value heads",
 )
 def tp_divides_heads(case: Subject) -> Iterator[Violation]:
     """Source: torchtitan `models/common/decoder.py`; transformers' attention views (…, -1, head_dim) of each shard."""
@@ -209,8 +209,8 @@ def tp_divides_heads(case: Subject) -> Iterator[Violation]:
 
 @error_rule(
     "CKPT031 (accelerate, verl): sequence parallelism does not divide the attention heads",
-    why="Ulysses gives each rank some heads of the whole sequence; the trainer refuses a remainder",
-    fix="a size that divides the heads, and divides the key and value heads or is a multiple of them",
+    why="Ulysses assigns each rank some heads of the whole sequence; the trainer rejects a remainder",
+    fix="use a size that divides the heads, and divides the key and value heads or is a multiple of them",
 )
 def sp_divides_heads(case: Subject) -> Iterator[Violation]:
     """Source: verl `models/transformers/monkey_patch.py:apply_monkey_patch`; DeepSpeed's UlyssesSPAttentionHF."""
@@ -229,7 +229,7 @@ def sp_divides_heads(case: Subject) -> Iterator[Violation]:
 @error_rule(
     "CKPT032: ep does not divide the experts",
     why="Each rank of the axis owns the same number of experts",
-    fix="an ep that divides the number of experts",
+    fix="use an ep that divides the number of experts",
 )
 def ep_divides_experts(case: Subject) -> Iterator[Violation]:
     """Source: torchtitan `models/common/decoder.py`, transformers `integrations/tensor_parallel.py`."""
@@ -242,7 +242,7 @@ def ep_divides_experts(case: Subject) -> Iterator[Violation]:
 @error_rule(
     "CKPT033 (torchtitan, trainer): ep does not divide the ranks that it borrows",
     why="Experts are spread over the ranks of dp_shard, cp and tp: ep must divide their product",
-    fix="an ep that divides dp_shard × cp × tp",
+    fix="use an ep that divides dp_shard × cp × tp",
 )
 def ep_divides_ranks(case: Subject) -> Iterator[Violation]:
     """Source: torchtitan `ParallelDims._validate`, `transformers/distributed/configuration_utils.py`."""
@@ -258,7 +258,7 @@ def ep_divides_ranks(case: Subject) -> Iterator[Violation]:
 
 @warning_rule(
     "CKPT034: expert parallelism for a model without experts",
-    why="The axis does nothing for a dense model; in axolotl it still takes its ranks away",
+    why="The axis does nothing for a dense model, but in axolotl it still uses up ranks",
     fix="set it to 1",
 )
 def ep_without_experts(case: Subject) -> Iterator[Violation]:
@@ -272,7 +272,7 @@ def ep_without_experts(case: Subject) -> Iterator[Violation]:
     why="In axolotl ep is an axis of the mesh, and dp_shard_size counts the ranks beside it: an expert is sharded over"
     " dp_shard ranks, everything else over ep × dp_shard × cp (in older versions over dp_shard × cp, and kept ep"
     " times); torchtitan and transformers fold ep into dp_shard × cp × tp",
-    fix="nothing if that is intended: ep × dp_shard_size × context_parallel_size is the world size",
+    fix="no change if this is intended: ep × dp_shard_size × context_parallel_size is the world size",
 )
 def ep_is_an_axis(case: Subject) -> Iterator[Violation]:
     """Source: axolotl `_resolve_ep_group` and its `dp_shard_cp_dim_names`; torchtitan `ParallelismConfig`."""
@@ -281,15 +281,15 @@ def ep_is_an_axis(case: Subject) -> Iterator[Violation]:
         left = f"{world // ep} of {world}" if world else f"1/{ep} of the"
         yield Violation(
             case.axis_key("ep"),
-            f"ep={ep} takes ranks of its own: {left} are left for dp_shard_size, and an expert is sharded over"
+            f"ep={ep} uses its own ranks: {left} are left for dp_shard_size, and an expert is sharded over"
             " those; everything else is sharded over the ranks of ep as well",
-            "nothing if that is intended; else a smaller expert_parallel_size",
+            "no change if this is intended; otherwise use a smaller expert_parallel_size",
         )
 
 
 @error_rule(
     "CKPT036 (axolotl): expert parallelism beside axes that it cannot be combined with",
-    why="axolotl's plugin has no EP with TP, and wants dp_shard_size or context_parallel_size to name the other ranks",
+    why="axolotl's plugin does not support EP with TP, and needs dp_shard_size or context_parallel_size for the rest",
     fix="ep × cp × dp_shard = world size, and tensor_parallel_size 1",
 )
 def ep_combination(case: Subject) -> Iterator[Violation]:
@@ -304,13 +304,13 @@ def ep_combination(case: Subject) -> Iterator[Violation]:
     elif ep * shard * cp * tp != world:
         rest = world // (ep * cp) if world % (ep * cp) == 0 else None
         key = "expert_parallel_size"
-        what = f"ep={ep} × dp_shard_size={shard} × context_parallel_size={cp} is not the world of {world} ranks"
+        what = f"ep={ep} × dp_shard_size={shard} × context_parallel_size={cp} does not equal the {world} ranks"
         yield Violation(key, what, f"dp_shard_size: {rest}" if rest else "sizes whose product is the world size")
 
 
 @error_rule(
     "CKPT037: tied embeddings with pipeline parallelism",
-    why="Embeddings and head are one tensor, and would lie in the first and in the last stage",
+    why="Embeddings and head are one tensor, which both the first and the last stage would need",
     fix="pipeline_parallel_degree 1, or a model with its own head",
 )
 def tied_and_pipelined(case: Subject) -> Iterator[Violation]:
@@ -321,8 +321,8 @@ def tied_and_pipelined(case: Subject) -> Iterator[Violation]:
 
 @error_rule(
     "CKPT038 (axolotl, verl, openrlhf): the sequence is cut, but what that needs is off",
-    why="The trainer refuses it, or computes attention over pieces as if they were whole sequences",
-    fix="switch on what the finding names",
+    why="The trainer rejects it, or computes attention over pieces as if they were whole sequences",
+    fix="enable the option in the finding",
 )
 def sequence_parts(case: Subject) -> Iterator[Violation]:
     """Source: axolotl `check_context_parallel_size`, verl `FSDPActorConfig.validate`, OpenRLHF `cli/train_sft.py`."""
@@ -361,7 +361,7 @@ def _axolotl_sequence(case: Subject) -> Iterator[Violation]:
         yield Violation(size.key, f"{size} needs flash attention", "attn_implementation: flash_attention_2")
     packing, batch = enabled(case.get("sample_packing")), case.get("micro_batch_size")
     if packing is not None and batch is not None and (batch.count or 1) > 1:
-        what = f"{size} with packed samples takes one sample at a time, the config has {batch}"
+        what = f"{size} with packed samples needs one sample at a time, but the config has {batch}"
         yield Violation("micro_batch_size", what, "micro_batch_size: 1")
 
 

@@ -26,8 +26,8 @@ def _wrap_key(case: Subject) -> str:
 
 @error_rule(
     "CKPT040 (accelerate, trainer, axolotl): a class to wrap that the model does not have",
-    why="accelerate stops: it could not find the transformer layer class",
-    fix="the class name as it is in the model",
+    why="accelerate fails: it cannot find the transformer layer class",
+    fix="use the class name in the model",
 )
 def wrap_classes_exist(case: Subject) -> Iterator[Violation]:
     """Source: `accelerate/utils/fsdp_utils.py:fsdp2_prepare_auto_wrap_policy`."""
@@ -44,7 +44,7 @@ def wrap_classes_exist(case: Subject) -> Iterator[Violation]:
 
 @warning_rule(
     "CKPT041 (accelerate, trainer, axolotl): the blocks of the model are not among the classes to wrap",
-    why="What is not wrapped belongs to the root: it is gathered at once and stays through forward and backward",
+    why="Unwrapped modules belong to the root: they are gathered together and kept through forward and backward",
     fix="name the model's blocks",
 )
 def blocks_are_named(case: Subject) -> Iterator[Violation]:
@@ -54,13 +54,13 @@ def blocks_are_named(case: Subject) -> Iterator[Violation]:
         return  # CKPT040 has classes that the model does not have
     missing = [name for name in case.facts.blocks if classes is None or name in classes]
     if missing and wrapped.isdisjoint(missing):
-        what = f"{', '.join(case.spec.wrap_classes)} is wrapped, the model's blocks are {', '.join(missing)}"
+        what = f"{', '.join(case.spec.wrap_classes)} is wrapped, but the model's blocks are {', '.join(missing)}"
         yield Violation(_wrap_key(case), what, f"write {','.join(missing)}")
 
 
 @warning_rule(
     "CKPT042: tied embeddings, and a head of its own among the weights",
-    why="The config says that one tensor serves both, the files have two: one of them is dropped, or FSDP2's mapping of"
+    why="The config ties them, but the files contain two tensors: one of them is dropped, or FSDP2's mapping of"
     " the optimizer's parameters fails",
     fix="tie_word_embeddings: false in config.json if the head was trained, else remove it from the weights",
 )
@@ -81,7 +81,7 @@ def tied_but_stored(case: Subject) -> Iterator[Violation]:
     "CKPT043 (accelerate, trainer, axolotl, openrlhf): shards of very different size",
     why="FSDP cuts dim 0 into equal pieces of rows: a tensor with fewer rows than ranks lies on the first ranks only,"
     " which then need far more memory than the mean",
-    fix="fewer shard ranks (replicate over the others), or expert parallelism for stacked experts",
+    fix="use fewer shard ranks (replicate over the others), or expert parallelism for stacked experts",
 )
 def even_shards(case: Subject) -> Iterator[Violation]:
     """Source: PyTorch `FSDPParam._init_sharded_param`; torchtitan and verl choose another dim for too few rows."""
@@ -115,9 +115,9 @@ def even_shards(case: Subject) -> Iterator[Violation]:
 
 @error_rule(
     "CKPT044: tp does not divide a dim that FSDP cuts too",
-    why="A tensor that TP and FSDP cut on the same dim with a remainder is trained, but saved so that it cannot be"
-    " loaded again",
-    fix="a tp that divides the dim, or a vocabulary that is padded to a multiple of it",
+    why="A tensor that TP and FSDP cut on the same dim with a remainder trains, but is saved in a form that"
+    " cannot be loaded again",
+    fix="use a tp that divides the dim, or a vocabulary that is padded to a multiple of it",
 )
 def same_dim(case: Subject) -> Iterator[Violation]:
     """Source: PyTorch's `_StridedShard`, which assumes even pieces; `ckpt shard` refuses the same."""
@@ -140,7 +140,7 @@ def same_dim(case: Subject) -> Iterator[Violation]:
     "CKPT045 (verl): tied embeddings keep every rank from starting empty",
     why="verl builds a model with tied embeddings on the CPU of every rank instead of on meta: each process holds all"
     " weights in host memory while it loads",
-    fix="host memory for ranks × model, or fewer ranks on a node",
+    fix="provide host memory for ranks × model, or fewer ranks on a node",
 )
 def tied_on_cpu(case: Subject) -> Iterator[Violation]:
     """Source: verl `workers/fsdp_workers.py` (`use_meta_tensor=not tie_word_embeddings`)."""
@@ -161,22 +161,22 @@ _HOST_BYTES = 256 * 10**9  # host memory of a node below which nothing is said
 
 @error_rule(
     "CKPT046 (torchtitan): a sequence longer than the model's positions",
-    why="torchtitan refuses it: its table of rotary embeddings ends there",
-    fix="a shorter sequence",
+    why="torchtitan rejects it: its table of rotary embeddings ends there",
+    fix="use a shorter sequence",
 )
 def sequence_fits(case: Subject) -> Iterator[Violation]:
     """Source: torchtitan `models/common/decoder.py`."""
     length, limit = case.spec.seq_len, case.facts.max_positions
     if length is not None and limit is not None and length > limit:
         key = case.key("seq_len", "training.seq_len")
-        yield Violation(key, f"{length} tokens, the model has {limit} positions", f"{key}: {limit}")
+        yield Violation(key, f"{length} tokens, but the model has {limit} positions", f"{key}: {limit}")
 
 
 @error_rule(
     "CKPT047 (trainer, axolotl, verl, openrlhf): samples longer than the model's table of positions",
-    why="The model looks every position up in a table that it has learned: the first sample that is longer than the"
+    why="The model has a learned table of positions: the first sample that is longer than the"
     " table ends the run with an index out of range",
-    fix="samples as long as the table at most, or a model with rotary positions",
+    fix="use samples no longer than the table, or a model with rotary positions",
 )
 def positions_are_in_the_table(case: Subject) -> Iterator[Violation]:
     """Look for a table as long as the config says: GPT-2, BERT, OPT; rotary and relative positions have none."""
@@ -190,7 +190,7 @@ def positions_are_in_the_table(case: Subject) -> Iterator[Violation]:
     ]
     if tables:
         key = case.key("seq_len", "the length of samples")
-        what = f"{length} tokens, and {shown(tables[0])} has places for {facts.max_positions}"
+        what = f"{length} tokens, but {shown(tables[0])} has {facts.max_positions} positions"
         yield Violation(key, what, f"{key}: {facts.max_positions}")
 
 
@@ -227,13 +227,13 @@ def storage_dtype(case: Subject) -> Iterator[Violation]:
         return
     compute = case.spec.param_dtype
     if case.is_fsdp and compute in _LONG and dtype_name(storage) is not None and dtype_name(storage) != compute:
-        what = f"4-bit weights are stored as {dtype_name(storage)}, {compute} computes"
+        what = f"4-bit weights are stored as {dtype_name(storage)}, but {compute} is the compute dtype"
         yield Violation(key, what, f"bnb_4bit_quant_storage: {_LONG[compute]}")
 
 
 @warning_rule(
     "CKPT071 (accelerate, trainer, axolotl): 4-bit weights stored as bytes",
-    why="accelerate leaves parameters that are not floating out of FSDP2: every rank keeps the whole base model",
+    why="accelerate excludes non-floating-point parameters from FSDP2: every rank keeps the whole base model",
     fix="bnb_4bit_quant_storage: bfloat16",
 )
 def storage_bytes(case: Subject) -> Iterator[Violation]:
@@ -249,13 +249,13 @@ def storage_bytes(case: Subject) -> Iterator[Violation]:
     if packed is None or (packed.method, packed.bits) != ("bitsandbytes", 4):
         return
     if packed.storage in (None, "uint8"):
-        what = "4-bit weights are stored as uint8, and stay whole on every rank"
+        what = "4-bit weights are stored as uint8 and stay whole on every rank"
         yield Violation(f"{case.facts.where}: quantization_config", what, '"bnb_4bit_quant_storage": "bfloat16"')
 
 
 @error_rule(
     "CKPT073 (trainer, axolotl, openrlhf): quantised weights, and no adapter to train",
-    why="Integers have no gradient: there is nothing that the optimizer could change",
+    why="Integer weights have no gradient: the optimizer cannot change anything",
     fix="add an adapter, or load the weights unquantised",
 )
 def nothing_to_train(case: Subject) -> Iterator[Violation]:
@@ -275,7 +275,7 @@ def nothing_to_train(case: Subject) -> Iterator[Violation]:
 @error_rule(
     "CKPT077: an adapter named, but no rank",
     why="A rank below 1 has no weights to train",
-    fix="the rank that the adapter should have",
+    fix="set the rank of the adapter",
 )
 def adapter_rank(case: Subject) -> Iterator[Violation]:
     """Look at the rank of the adapter."""
@@ -287,8 +287,8 @@ def adapter_rank(case: Subject) -> Iterator[Violation]:
 
 @error_rule(
     "CKPT079 (trainer, axolotl, verl, openrlhf): an adapter for modules that the model does not have",
-    why="PEFT stops when it finds none of the modules that are to be adapted",
-    fix="names of the model's own linear modules, or all-linear",
+    why="PEFT fails if the model has none of the target modules",
+    fix="use names of the model's own linear modules, or all-linear",
 )
 def targets_exist(case: Subject) -> Iterator[Violation]:
     """Source: `peft/tuners/tuners_utils.py:BaseTuner.inject_adapter`; patterns are not looked at."""
@@ -335,7 +335,7 @@ def _optimizer(case: Subject) -> Stated | None:
 
 @error_rule(
     "CKPT080 (axolotl, trainer): an optimizer of bitsandbytes under FSDP2",
-    why="Its kernels refuse DTensors in the first step: they have no sharding rule",
+    why="Its kernels fail on DTensors in the first step: they have no sharding rule",
     fix="adamw_torch_fused, or torchao's adamw_torch_8bit",
 )
 def bitsandbytes_fsdp2(case: Subject) -> Iterator[Violation]:
@@ -376,7 +376,7 @@ def eight_bit_tp(case: Subject) -> Iterator[Violation]:
 
 @error_rule(
     "CKPT083 (axolotl): an optimizer that this engine does not have",
-    why="axolotl refuses Muon, GaLore and the flash optimizers under DeepSpeed and FSDP1",
+    why="axolotl rejects Muon, GaLore and the flash optimizers under DeepSpeed and FSDP1",
     fix="fsdp_version: 2, or another optimizer",
 )
 def engine_has_optimizer(case: Subject) -> Iterator[Violation]:
@@ -392,8 +392,8 @@ def engine_has_optimizer(case: Subject) -> Iterator[Violation]:
 
 @error_rule(
     "CKPT084 (axolotl): GaLore with what it cannot be combined with",
-    why="axolotl refuses it: it projects whole parameters",
-    fix="no adapter, and fsdp_config.use_orig_params: true",
+    why="axolotl rejects it: GaLore projects whole parameters",
+    fix="use no adapter, and fsdp_config.use_orig_params: true",
 )
 def galore(case: Subject) -> Iterator[Violation]:
     """Source: axolotl `check_qgalore`."""
@@ -405,4 +405,4 @@ def galore(case: Subject) -> Iterator[Violation]:
     kept = case.fsdp_option("use_orig_params")
     if case.is_fsdp2 and (kept is None or kept.value is not True):
         key = "fsdp_config.use_orig_params"
-        yield Violation(key, f"{found} wants fsdp_config.use_orig_params: true", "fsdp_config.use_orig_params: true")
+        yield Violation(key, f"{found} needs fsdp_config.use_orig_params: true", "fsdp_config.use_orig_params: true")

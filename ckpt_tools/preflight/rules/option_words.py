@@ -138,29 +138,29 @@ _LIKE = 0.85  # how alike two words are, from 0 to 1, of which one is taken for 
 
 @error_rule(
     "CKPT140: a misspelt word",
-    why="The option takes a few words, this is none of them, and one of them is nearly the same: the trainer stops when"
+    why="The option accepts a few words, and this one is only similar to one of them: the trainer fails when"
     " it looks the word up",
-    fix="the word that was meant",
+    fix="write the intended word",
 )
 def misspelt(case: Subject) -> Iterator[Violation]:
     """Words and the releases that take them: `words.tsv`."""
     for found, words, near in _strange(case):
         if near is not None:
-            what = f"{found}: it takes {first_few(words, 12)}"
+            what = f"{found}: must be one of {first_few(words, 12)}"
             yield Violation(found.key, what, case.written(found.key, near))
 
 
 @warning_rule(
     "CKPT141: a word that no known release takes",
-    why="The option takes a few words, and this is none of those of the releases that ckpt knows: the trainer stops at"
-    " it, unless its release is newer",
-    fix="one of the words that the option takes",
+    why="The option accepts a few words, but not this one in any release that ckpt knows: the trainer fails,"
+    " unless its release is newer",
+    fix="use one of the words that the option accepts",
 )
 def unknown_word(case: Subject) -> Iterator[Violation]:
     """Words and the releases that take them: `words.tsv`."""
     for found, words, near in _strange(case):
         if near is None:
-            what = f"{found}: none of {first_few(words, 12)}"
+            what = f"{found}: not one of {first_few(words, 12)}"
             yield Violation(found.key, what, case.written(found.key, first_few(words, 30)))
 
 

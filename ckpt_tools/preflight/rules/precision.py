@@ -17,8 +17,8 @@ _VERL = "actor_rollout_ref.actor.fsdp_config"
 
 @error_rule(
     "CKPT050 (trainer, axolotl): fp16 and bf16 at once",
-    why="One dtype computes; the trainer refuses two",
-    fix="keep bf16 where the GPUs have it",
+    why="Only one compute dtype is possible; the trainer rejects two",
+    fix="keep bf16 if the GPUs support it",
 )
 def one_half(case: Subject) -> Iterator[Violation]:
     """Source: `transformers/training_args.py:_validate_args`; axolotl hands both on to it."""
@@ -29,7 +29,7 @@ def one_half(case: Subject) -> Iterator[Violation]:
 
 @warning_rule(
     "CKPT051 (openrlhf, ai-toolkit): fp16 without loss scaling",
-    why="Small gradients become zero in fp16: FSDP's mixed precision scales nothing, and this trainer has no scaler",
+    why="Small gradients become zero in fp16: FSDP's mixed precision scales no loss, and this trainer has no scaler",
     fix="bf16",
 )
 def needs_scaler(case: Subject) -> Iterator[Violation]:
@@ -45,7 +45,7 @@ def needs_scaler(case: Subject) -> Iterator[Violation]:
 
 @warning_rule(
     "CKPT052: gradients are averaged in a narrower dtype than they were computed in",
-    why="The sum over ranks loses what the single rank kept",
+    why="The sum over ranks loses precision that each rank had",
     fix="reduce in the compute dtype, or in f32",
 )
 def reduce_width(case: Subject) -> Iterator[Violation]:
@@ -61,7 +61,7 @@ def reduce_width(case: Subject) -> Iterator[Violation]:
 @warning_rule(
     "CKPT053 (torchtitan, verl): no f32 copy of the weights that are trained",
     why="An update smaller than the spacing of 16-bit numbers is rounded away: training stalls at small learning rates",
-    fix="f32 weights with bf16 computation",
+    fix="use f32 weights with bf16 computation",
 )
 def master_weights(case: Subject) -> Iterator[Violation]:
     """Source: torchtitan `config/configs.py:TrainingConfig.dtype`, verl `FSDPEngineConfig.model_dtype`."""
@@ -73,8 +73,8 @@ def master_weights(case: Subject) -> Iterator[Violation]:
 
 @warning_rule(
     "CKPT054 (axolotl, ai-toolkit, verl, torchtitan): two options name different dtypes for the same thing",
-    why="One of them wins, and it may not be the intended one",
-    fix="the same dtype in both",
+    why="One of them takes effect, and it may not be the intended one",
+    fix="use the same dtype in both",
 )
 def same_dtype(case: Subject) -> Iterator[Violation]:
     """Source: axolotl `mixed_precision_policy`, verl `fsdp_workers.py`, torchtitan `TrainingConfig`."""
@@ -135,12 +135,12 @@ def known_precision(case: Subject) -> Iterator[Violation]:
     if mixed is None or mixed.is_off or mixed.text.lower() in _MIXES:  # a bare `no` in YAML is False
         return
     near = {"bf16": "bf16", "f16": "fp16", "f32": "'no'"}.get(dtype_name(mixed.text) or "", "bf16")
-    yield Violation("mixed_precision", f"{mixed}; it is one of {', '.join(_MIXES)}", f"mixed_precision: {near}")
+    yield Violation("mixed_precision", f"{mixed}; must be one of {', '.join(_MIXES)}", f"mixed_precision: {near}")
 
 
 @error_rule(
     "CKPT057 (axolotl): fp8 all-gather without FSDP2",
-    why="axolotl refuses it: FSDP1's flat parameters cannot be gathered in fp8",
+    why="axolotl rejects it: FSDP1's flat parameters cannot be gathered in fp8",
     fix="fsdp_version: 2",
 )
 def fp8_gather(case: Subject) -> Iterator[Violation]:
@@ -166,7 +166,7 @@ def _gathered(case: Subject) -> int | None:
     "CKPT060 (accelerate, trainer, axolotl): FULL_STATE_DICT, because nothing else is set",
     why="Every save gathers all parameters and the optimizer's state in the host memory of rank 0, while others wait;"
     " resuming needs the same again",
-    fix="state_dict_type: SHARDED_STATE_DICT; ckpt gather turns it into one model afterwards",
+    fix="state_dict_type: SHARDED_STATE_DICT; ckpt gather merges it into one model afterwards",
 )
 def full_by_default(case: Subject) -> Iterator[Violation]:
     """Source: accelerate `set_state_dict_type` (FULL under FSDP1, SHARDED under FSDP2), transformers (FULL)."""
@@ -184,7 +184,7 @@ def full_by_default(case: Subject) -> Iterator[Violation]:
 @warning_rule(
     "CKPT061 (accelerate, trainer, axolotl): FULL_STATE_DICT of a large model",
     why="Rank 0 gathers all parameters and the optimizer's state in its host memory at every save",
-    fix="SHARDED_STATE_DICT; ckpt gather turns it into one model afterwards",
+    fix="use SHARDED_STATE_DICT; ckpt gather merges it into one model afterwards",
 )
 def full_and_large(case: Subject) -> Iterator[Violation]:
     """Compare what is gathered with what a host can be expected to spare."""
@@ -207,7 +207,7 @@ def resumes_without_optimizer(case: Subject) -> Iterator[Violation]:
     found, resume = _leaves_out(case), _resumes(case)
     if found is not None and resume is not None:
         yield Violation(
-            found.key, f"{found} leaves out the optimizer, but {resume} goes on from it", _with_optimizer(found)
+            found.key, f"{found} leaves out the optimizer, but {resume} resumes from it", _with_optimizer(found)
         )
 
 
@@ -248,8 +248,8 @@ def _with_optimizer(found: Stated) -> str:
 
 @error_rule(
     "CKPT066 (accelerate, axolotl): offloading of activations that are not recomputed",
-    why="accelerate and axolotl refuse it: what is offloaded is the input of a checkpointed block",
-    fix="switch activation checkpointing on",
+    why="accelerate and axolotl reject it: only inputs of checkpointed blocks are offloaded",
+    fix="enable activation checkpointing",
 )
 def offloaded_activations(case: Subject) -> Iterator[Violation]:
     """Source: `FullyShardedDataParallelPlugin.__post_init__`, axolotl `check_activation_offloading_wo_gc`."""
@@ -279,15 +279,15 @@ def _own_checkpointing(case: Subject) -> Stated | None:
     "CKPT068 (trainer, axolotl, ai-toolkit): gradient checkpointing where FSDP does it better, or makes it unnecessary",
     why="Trainer's own gathers the parameters of every block once more in backward; ai-toolkit's costs a third of the"
     " speed for memory that sharding has freed",
-    fix="FSDP's own activation_checkpointing, or none",
+    fix="use FSDP's own activation_checkpointing, or none",
 )
 def redundant_checkpointing(case: Subject) -> Iterator[Violation]:
     """Source: `transformers/training_args.py:_process_fsdp_args`; ai-toolkit's FSDP plan."""
     if case.framework == "ai-toolkit":
         found = enabled(case.ai_option("train.gradient_checkpointing"))
         if found is not None and case.wants_ai_fsdp:
-            fix = f"{AI_PROCESS}.train.gradient_checkpointing: false, if ckpt estimate says that it fits"
-            yield Violation(found.key, f"{found} beside dist_mode: fsdp, which shards what it would save", fix)
+            fix = f"{AI_PROCESS}.train.gradient_checkpointing: false, if ckpt estimate shows that it fits"
+            yield Violation(found.key, f"{found} with dist_mode: fsdp, which already shards that memory", fix)
         return
     outer, inner = _own_checkpointing(case), enabled(case.fsdp_option("activation_checkpointing"))
     if case.is_fsdp and outer is not None and inner is None:

@@ -72,7 +72,7 @@ class Blueprint:
             chosen = set().union(*(find_named(f"--target {g}", g, names, kind=kind) for g in options.target))
             targets = [name for name in targets if name in chosen]
         if not targets:
-            raise UsageError("there is no linear layer to adapt", hint="see print(model)")
+            raise UsageError("the model has no linear layer to adapt", hint="see print(model)")
         if options.quantize == "nf4":
             quantise_linears(model)
         config = {**_ADAPTERS[options.adapter], "target_modules": targets}
@@ -163,18 +163,18 @@ def find_fit(setting: SmokeSetting, *, num_copies: int, is_local: bool, free_byt
     if full <= budget:
         return Fit(num_layers=None, has_reference=True, notes=())
     depth = setting.recipe.num_layers
-    free = f"{format_size(free_bytes)} of memory and {format_size(disk)} of disk are there"
+    free = f"{format_size(free_bytes)} of memory and {format_size(disk)} of disk are available"
     one = setting.recipe.shallower(1)
     two = setting.recipe.shallower(2)
     if depth is not None and one is not None and two is not None:
         try:
             least, per_layer = _nbytes(one), _nbytes(two) - _nbytes(one)
         except UsageError as error:  # the class wants all its layers
-            note = f"{free}: not enough for a reference, and with fewer layers the model cannot be built: {error.what}"
+            note = f"{free}: not enough for a reference, and the model cannot be built with fewer layers: {error.what}"
             return Fit(num_layers=None, has_reference=False, notes=(note,))
         if least <= budget and per_layer > 0:
             num_layers = min(depth - 1, 1 + math.floor((budget - least) / per_layer))
-            note = f"{free}: the model ({format_size(full)}) is tried with {num_layers} of its {depth} layers"
+            note = f"{free}: the model ({format_size(full)}) is tested with {num_layers} of its {depth} layers"
             return Fit(num_layers=num_layers, has_reference=True, notes=(note,))
     note = f"{free}: not enough for a reference beside the model ({format_size(full)}); losses are not compared"
     return Fit(num_layers=None, has_reference=False, notes=(note,))

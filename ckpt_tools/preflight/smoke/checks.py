@@ -106,11 +106,11 @@ def judge_names(model: nn.Module, blueprint: Blueprint) -> NameCheck:
         return NameCheck(title=match.title, finding=finding)
     note = ""
     if any(strip_wrappers(entry.fqn) != entry.fqn for entry in stored.values()):
-        note = "the names have parts that wrappers put in: dcp.load finds them in a model that is wrapped alike"
+        note = "the names contain wrapper prefixes: dcp.load finds them in a model that is wrapped the same way"
     elif compiled := [name for name in state if strip_wrappers(name) != name]:
         note = f"dcp.load finds {first_few(compiled, 1)} in get_model_state_dict(model), not in model.state_dict()"
     elif root:
-        note = f"the names are below {root!r}: dcp.load finds them in a state dict that is nested alike"
+        note = f"the names are below {root!r}: dcp.load finds them in a state dict nested the same way"
     return NameCheck(title=match.title, note=note)
 
 
@@ -164,10 +164,10 @@ def compare_with_source(model: nn.Module, blueprint: Blueprint) -> tuple[list[Fi
 
 def _different(name: str, local: torch.Tensor, wanted: torch.Tensor, box: Box) -> Finding:
     if local.numel() != wanted.numel():
-        what = f"{local.numel()} elements, the source has {wanted.numel()} there"
+        what = f"{local.numel()} elements, but the source has {wanted.numel()}"
     else:
         count = int((local.reshape(-1) != wanted.reshape(-1)).sum())
-        what = f"{count} of {local.numel()} elements are not those of the source"
+        what = f"{count} of {local.numel()} elements differ from the source"
     return Finding.error(
         code="wrong-shard",
         where=name,
@@ -220,9 +220,9 @@ def compare_gradients(
         what = None
         if gradient is None or expected is None:
             if gradient is not None and bool(gradient.any()):
-                what = "a gradient, and the reference has none"
+                what = "it has a gradient, but the reference has none"
             elif expected is not None and bool(expected.any()):
-                what = "no gradient, and the reference has one"
+                what = "it has no gradient, but the reference has one"
         else:
             compared += 1
             expected = expected.float().to("cpu")
@@ -234,9 +234,9 @@ def compare_gradients(
             if not error <= worst:  # NaN counts as worst
                 worst, worst_name = error, name
             if not error <= tolerance:
-                what = f"the gradient is {error:.1e} off the reference's (relative; allowed {tolerance:.0e})"
+                what = f"the gradient differs from the reference by {error:.1e} (relative; allowed {tolerance:.0e})"
         if what is not None:
-            hint = "is the parameter used outside of its unit's forward, only on some ranks, or not managed by FSDP?"
+            hint = "check whether it is used outside its unit's forward, only on some ranks, or not managed by FSDP"
             findings.append(Finding.error(code="wrong-gradient", where=name, what=what, hint=hint))
     return GradientErrors(
         worst=worst, worst_name=worst_name, compared=compared, findings=findings, rounded=tuple(rounded), errors=errors
@@ -309,7 +309,7 @@ def strange_weights(model: nn.Module) -> list[Finding]:
         for each in mine:
             found.setdefault(each.fqn, replace(each, rank=rank))
     return list(
-        report_strange(found.values(), hint="the checkpoint holds them: `ckpt verify --level values` lists all")
+        report_strange(found.values(), hint="the checkpoint contains them: `ckpt verify --level values` lists all")
     )
 
 
@@ -361,10 +361,10 @@ def explain_loss(model: nn.Module, what: str, again: Callable[[], object]) -> Fi
     mine = _find_origin(model, again)
     origins = [(each, rank) for rank, each in enumerate(gather(mine)) if each is not None]
     if not origins:
-        hint = "is the loss divided by a number of tokens that can be 0, or random?"
-        return Finding.error(NOT_FINITE, "the loss", f"{what}; once more, every module's output is finite", hint)
+        hint = "check whether the loss is divided by a number of tokens that can be 0, or is random"
+        return Finding.error(NOT_FINITE, "the loss", f"{what}; in a second run every module's output is finite", hint)
     first, rank = min(origins, key=lambda pair: (pair[0].step, pair[1]))
-    hint = "are the batch and the learning rate sound, and does the dtype hold such numbers?"
+    hint = "check the batch, the learning rate, and whether the dtype can represent such numbers"
     return Finding.error(NOT_FINITE, first.fqn, f"{what}; {first.what} (rank {rank})", hint)
 
 
@@ -379,7 +379,7 @@ def _find_origin(model: nn.Module, again: Callable[[], object]) -> FirstNotFinit
         steps += 1
         if not found and _is_bad((args, kwargs)):
             where = running[-1] if running else "the batch"
-            what = f"what {_class_of(module)} {fqn} is given is not finite, and no module before it returned that"
+            what = f"the input of {_class_of(module)} {fqn} is not finite, although no earlier module returned it"
             found.append(FirstNotFinite(fqn=where, what=what, step=steps))
         running.append(fqn)
 
@@ -411,7 +411,7 @@ def _describe_weights(module: nn.Module) -> str:
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
         if tensor.is_floating_point() and not bool(local_of(tensor.detach()).isfinite().all())
     ]
-    return f"its {' and '.join(bad)} is not either" if bad else "its inputs and its own weights are"
+    return f"so is its {' and '.join(bad)}" if bad else "its inputs and its own weights are finite"
 
 
 def _is_bad(value: object) -> bool:

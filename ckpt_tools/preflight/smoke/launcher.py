@@ -155,6 +155,6 @@ def choose_device(wanted: str, *, num_local: int, local_rank: int) -> torch.devi
         return torch.device("cuda", local_rank)
     if wanted == "cuda":
         raise UsageError(
-            f"{num_local} ranks need as many GPUs, and there are {count}", hint="use --device cpu, or fewer ranks"
+            f"{num_local} ranks need as many GPUs, but there are {count}", hint="use --device cpu, or fewer ranks"
         )
     return torch.device("cpu")

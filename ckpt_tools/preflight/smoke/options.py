@@ -28,34 +28,34 @@ class SmokeOptions(SmokeFields):
         refuse_other(self.param_dtype, DTYPES, "a dtype", "--param-dtype")
         refuse_other(self.reduce_dtype, DTYPES, "a dtype", "--reduce-dtype")
         if self.nproc is not None and self.nproc < 1:
-            raise UsageError(f"--nproc must be at least 1, got {self.nproc}")
+            raise UsageError(f"--nproc must be at least 1, got {self.nproc}", hint="for example --nproc 2")
         if self.compare is not None and (self.compare, self.strategy == self.compare) != ("no_shard", False):
             raise UsageError(
-                f"--compare {self.compare} of {self.strategy or 'the strategy of the mesh'}",
-                hint="it takes no_shard, beside a strategy that shards",
+                f"--compare {self.compare} cannot be used with {self.strategy or 'the strategy of the mesh'}",
+                hint="use --compare no_shard, with a strategy that shards",
             )
         if self.compare is not None and "tp" in str(self.mesh or ""):
-            raise UsageError("--compare is of data parallelism alone", hint="drop tp from the mesh")
+            raise UsageError("--compare supports data parallelism only", hint="drop tp from the mesh")
         if self.steps < 1:
-            raise UsageError(f"--steps must be at least 1, got {self.steps}")
+            raise UsageError(f"--steps must be at least 1, got {self.steps}", hint="for example --steps 3")
         if self.timeout is not None and self.timeout <= 0:
             raise UsageError("--timeout must be positive")
         self._check_adapters()
         if self.model is not None and self.factory is not None:
-            raise UsageError("--model and --factory both say how to build the model", hint="drop one of them")
+            raise UsageError("--model and --factory exclude each other", hint="drop one of them")
         if self.mesh is not None:
             self._check_mesh(str(self.mesh))
         if self.factory is not None and not all(self.factory.partition(":")):
-            raise UsageError(f"{self.factory!r} names no callable", hint="write --factory pkg.mod:callable")
+            raise UsageError(f"{self.factory!r} is not a callable", hint="use --factory pkg.mod:callable")
 
     def _check_adapters(self) -> None:
         if self.quantize is not None:
             refuse_other(self.quantize, QUANTIZATIONS, "a quantisation", "--quantize")
         refuse_other(self.adapter, ADAPTERS, "an adapter", "--adapter")
         if not self.lora and (self.adapter != "lora" or self.target):
-            raise UsageError("--adapter and --target are of adapters", hint="add --lora, which trains them")
+            raise UsageError("--adapter and --target need --lora", hint="add --lora to train an adapter")
         if self.quantize is not None and self.adapter not in ("lora", "dora"):
-            raise UsageError(f"{self.adapter} is not tried on quantised weights", hint="drop --quantize or --adapter")
+            raise UsageError(f"{self.adapter} does not support quantised weights", hint="drop --quantize or --adapter")
         if self.quantize is not None and not self.lora:
             raise UsageError("quantised weights cannot be trained", hint="add --lora, which trains adapters instead")
 
@@ -65,13 +65,13 @@ class SmokeOptions(SmokeFields):
         for name, _ in axes:
             if name not in AXES:
                 raise UsageError(
-                    f"the axis {name} cannot be tried", where=f"--mesh {text}", hint=f"smoke runs {', '.join(AXES)}"
+                    f"the axis {name} is not supported", where=f"--mesh {text}", hint=f"use {', '.join(AXES)}"
                 )
         mesh = None if "-1" in text else parse_mesh(text)
         if mesh is not None and self.nproc not in (None, mesh.world_size):
             raise UsageError(
-                f"the mesh {mesh} has {mesh.world_size} ranks, --nproc says {self.nproc}",
-                hint="drop --nproc, or write -1 for one axis",
+                f"the mesh {mesh} has {mesh.world_size} ranks, but --nproc is {self.nproc}",
+                hint="drop --nproc, or set one axis to -1",
             )
 
     @property
@@ -93,7 +93,7 @@ class SmokeOptions(SmokeFields):
 
     def read_model(self) -> ModelConfig | None:
         """Read the config that `model` names."""
-        hint = "--model takes a config.json, or the directory that holds one"
+        hint = "use --model with a config.json, or a directory that contains one"
         return None if self.model is None else read_config(os.fspath(self.model), hint=hint)
 
     @property

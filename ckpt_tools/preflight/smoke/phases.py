@@ -55,7 +55,7 @@ def build(run: RankRun) -> str:
     recipe = run.setting.recipe_of(fit.num_layers)
     run.note(*fit.notes)
     if not recipe.keeps_dropout:
-        run.note("dropout is off: under tp every rank draws for its own part of a layer, which no reference can follow")
+        run.note("dropout is off: under tp every rank draws for its own part of a layer, which no reference can repeat")
     source = run.setting.options.source
     source = None if source is None else os.path.abspath(source)
     if source is None:
@@ -91,9 +91,9 @@ def apply_sharding(run: RankRun, model: nn.Module) -> None:
     )
     if run.setting.has_tp and not run.plan.tp_styles:
         raise UsageError(
-            "the tensor-parallel plan cuts nothing in this model",
+            "the tensor-parallel plan shards nothing in this model",
             where=f"--mesh {run.setting.mesh}",
-            hint="leave tp out; adapters are not cut" if run.setting.options.lora else "leave tp out of the mesh",
+            hint="leave tp out; adapters are not sharded" if run.setting.options.lora else "leave tp out of the mesh",
         )
 
 
@@ -135,10 +135,10 @@ def _report_names(run: RankRun, report: LoadReport) -> None:
         run.report(checks.foreign_names(report.missing, num_names, owners[0], run.setting))
         return
     for code, names, what in (
-        ("missing-tensor", report.missing, "the checkpoint does not have it"),
-        ("unexpected-tensor", () if run.blueprint.recipe.is_cut else report.unexpected, "the model has no name for it"),
+        ("missing-tensor", report.missing, "the checkpoint does not contain it"),
+        ("unexpected-tensor", () if run.blueprint.recipe.is_cut else report.unexpected, "the model does not have it"),
     ):
-        hint = "does the config belong to this checkpoint? `ckpt inspect --tensors`"
+        hint = "check that the config belongs to this checkpoint: `ckpt inspect --tensors`"
         run.report(*(Finding.error(code, name, what, hint) for name in names))
 
 
@@ -148,7 +148,7 @@ def compare(run: RankRun) -> str:
     run.report(*findings)
     run.fact("tolerances", tolerances_of(run))
     total = sum(gather(nbytes))
-    what = f"{count} tensors, {format_size(total)} on all ranks, against the source"
+    what = f"{count} tensors, {format_size(total)} on all ranks, compared with the source"
     return what if run.setting.options.quantize is None else f"{what}; quantised ones by the loss"
 
 
@@ -173,7 +173,7 @@ def forward(run: RankRun) -> str:
     run.has_drawn = rng.state() != before
     run.loss_at = find_loss(output, run.setting.options.loss or getattr(base_model(run), "fsdp_loss", None))
     if run.loss_at is None:
-        run.note("the model returns no loss: the mean square of its outputs stands for one")
+        run.note("the model returns no loss: the mean square of its outputs is used")
     run.loss = loss_of(output, run.loss_at)
     run.report(*audit(run.model, phase="forward", plan=run.plan, optimizer=run.optimizer))
     shapes = {name: value.shape for name, value in run.batch.items() if isinstance(value, torch.Tensor)}
@@ -214,7 +214,7 @@ def gradients(run: RankRun) -> str:
     run.report(*errors.findings)
     if errors.rounded:
         kinds = first_few(group_names(errors.rounded, None), 4)
-        what = f"{len(errors.rounded)} gradients are compared to rounding of the largest alone, which is all they hold"
+        what = f"{len(errors.rounded)} gradients are so small that they are compared within the rounding of the largest"
         run.note(f"{what}: {kinds}")
     run.fact("max_grad_error", errors.worst)
     run.fact("grad_errors", errors.errors)
@@ -234,8 +234,8 @@ def clip(run: RankRun) -> str:
             run.error(
                 "wrong-norm",
                 "the gradients",
-                f"their norm is {norm:.6g}, the reference's {expected:.6g}",
-                "is it the norm of all ranks' parts, each once?",
+                f"their norm must be {expected:.6g} (reference), got {norm:.6g}",
+                "check that the norm covers every rank's shard exactly once",
             )
     if run.rank == 0 and not after <= MAX_NORM * (1 + tolerance):
         run.error("wrong-clip", "the gradients", f"their norm is {after:.6g} after clipping to {MAX_NORM}")
@@ -332,7 +332,7 @@ def save(run: RankRun) -> str:
     return f"{format_size(total)} in {len(files)} files"
 
 
-_HINT = "does the model keep state that is in no parameter and no buffer?"
+_HINT = "check whether the model keeps state outside its parameters and buffers"
 
 
 def _load_saved(run: RankRun, saved: SavedWorld) -> nn.Module:
@@ -350,12 +350,12 @@ def reload_same_world(run: RankRun) -> str:
     varying = checks.varying_buffers(run.model)
     if varying:
         run.note(
-            f"{len(varying)} buffers are not the same on all ranks ({first_few(varying)}): the checkpoint has "
+            f"{len(varying)} buffers differ between ranks ({first_few(varying)}): the checkpoint has "
             "rank 0's, and only rank 0 compared them after the reload"
         )
     run.report(
         *(
-            Finding.error("wrong-reload", name, "not bitwise what it was when it was saved", _HINT)
+            Finding.error("wrong-reload", name, "it differs bitwise from the saved one", _HINT)
             for name in checks.differing_tensors(run.model, model)
             if not (run.rank and name in varying)
         )
@@ -364,7 +364,7 @@ def reload_same_world(run: RankRun) -> str:
     load_optimizer(model, optimizer, run.saved.path)
     wrong = checks.differing_states(run.optimizer, optimizer)
     if wrong:
-        run.error("wrong-reload", "the optimizer", f"{wrong} tensors of its state are not bitwise what they were")
+        run.error("wrong-reload", "the optimizer", f"{wrong} tensors of its state differ bitwise from the saved ones")
     # The first model has done its part; a second one that is loaded needs its memory.
     return _judge(run, "reload_same_world", model, run.saved)
 
@@ -392,16 +392,14 @@ def _judge(run: RankRun, fact: str, model: nn.Module, saved: SavedWorld) -> str:
     ok = bitwise or abs(value - saved.loss) <= tolerance * max(1.0, abs(saved.loss))
     # Rank 0 decides for all: running a model is collective, and only its buffers are those of the checkpoint.
     if not share(ok) and ((run.has_drawn and not is_same_cut) or share(evaluate(run, model) != value)):
-        run.note(
-            f"the loss after the reload on {run.setting.mesh} is not compared: two runs of this model do not agree"
-        )
+        run.note(f"the loss after the reload on {run.setting.mesh} is not compared: two runs of this model differ")
         return f"{run.setting.mesh}: loss {value:.6f}, not compared"
     if run.rank == 0:
         result = ReloadResult(ok=ok, mesh=str(run.setting.mesh), loss=value, saved_loss=saved.loss, bitwise=bitwise)
         if math.isfinite(value) and math.isfinite(saved.loss):
             run.journal.fact(fact, result)
         if not ok:
-            what = f"{value!r} after the reload, {saved.loss!r} when it was saved"
+            what = f"it is {value!r} after the reload, but was {saved.loss!r} when saved"
             run.error("wrong-reload", "the loss", what, _HINT)
     if run.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -495,7 +493,7 @@ def _why_incomparable(run: RankRun, reference: Reference, expected: float) -> st
         return ""
     return (
         f"two runs of the unsharded model on one batch with the same seeds give {expected:.9g} and {again:.9g}: "
-        "it draws from a generator of its own, or remembers its calls outside of its buffers"
+        "it uses its own random generator, or keeps state outside its buffers"
     )
 
 
@@ -533,5 +531,5 @@ def check_loss(run: RankRun, where: str, value: float, expected: float) -> None:
     run.fact("reference_losses", run.reference_losses)
     if not is_close(run, value, expected):
         allowed = f"{_difference(value, expected):.1e} off, allowed {tolerances_of(run).loss:.0e}"
-        what = f"{value:.9g}, the unsharded reference has {expected:.9g} ({allowed})"
-        run.error("wrong-loss", where, what, "does every rank run the whole of forward, and nothing outside of it?")
+        what = f"{value:.9g}, but {expected:.9g} in the unsharded reference ({allowed})"
+        run.error("wrong-loss", where, what, "check that every rank runs all of forward, and nothing outside it")

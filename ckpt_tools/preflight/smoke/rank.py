@@ -175,9 +175,9 @@ def judge_trial(setting: SmokeSetting, outcome: RanksOutcome) -> CkptError | Non
     if not outcome.findings:
         return None
     finding = outcome.findings[0]
-    how = f"it did not end in {setting.timeout_s:.0f} s" if finding.code == "hang" else finding.what
+    how = f"it did not finish within {setting.timeout_s:.0f} s" if finding.code == "hang" else finding.what
     return UsageError(
-        f"building a {setting.recipe.title} as the config says failed before any rank was started: {how}",
+        f"building a {setting.recipe.title} from its config failed before any rank was started: {how}",
         where=setting.recipe.where if isinstance(setting.recipe, ConfigRecipe) else None,
         hint=finding.hint,
     )

@@ -167,5 +167,5 @@ def explain(error: BaseException, model: nn.Module | None, phase: str) -> Findin
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     text = f"{type(error).__name__}: {first}"
     if _is_lost_connection(error):
-        return Finding.error(RANK_LOST, f"phase {phase}", f"another rank does not answer any more: {text}")
+        return Finding.error(RANK_LOST, f"phase {phase}", f"another rank stopped responding: {text}")
     return Finding.error(code=f"{phase}-failed", where=found.module or found.call or f"phase {phase}", what=text)

@@ -111,7 +111,7 @@ def failure_alone(recipe: Recipe, seed: int) -> UsageError | None:
     except Exception as error:  # noqa: BLE001 - whatever a model does
         text = str(error).strip().partition("\n")[0]
         return stopped(error, recipe.title, recipe.where) or UsageError(
-            f"a {recipe.title} fails by itself, unsharded, on the batch that ckpt makes for it: "
+            f"a {recipe.title} fails unsharded, without FSDP, on the batch that ckpt generates: "
             f"{type(error).__name__}: {text}",
             where=recipe.where,
             hint=FEEDS_ITSELF,

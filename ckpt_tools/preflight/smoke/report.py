@@ -215,7 +215,7 @@ def _phase(name: str, logs: Mapping[int, RankLog]) -> PhaseResult:
     seconds = max((event.seconds for event in done), default=0.0)
     what = next((event.what for event in done if event.what), "")
     if not ok and len(done) < begun and not any(not event.ok for event in done):
-        what = f"{begun - len(done)} of {len(logs)} ranks did not end it"
+        what = f"{begun - len(done)} of {len(logs)} ranks did not finish it"
     held = [(log.fact("held", dict[str, int]) or {}).get(name) for log in logs.values()]
     most = max((each for each in held if each is not None), default=None)
     return PhaseResult(name=name, ok=ok, seconds=round(seconds, 3), what=what, memory_bytes=most)
@@ -241,7 +241,7 @@ def describe_verdict(report: SmokeReport) -> str:
     parts = []
     if report.max_grad_error is not None:
         exact = report.max_grad_error == 0
-        parts.append("gradients " + ("bitwise the reference's" if exact else f"within {report.max_grad_error:.1e}"))
+        parts.append("gradients " + ("bitwise as the reference" if exact else f"within {report.max_grad_error:.1e}"))
     parts += [
         f"reload on {result.mesh}{' bitwise' if result.bitwise else ''}"
         for result in (report.reload_same_world, report.reload_other_world)

@@ -63,7 +63,7 @@ def _bring_here(options: SmokeOptions, stack: ExitStack) -> tuple[SmokeOptions, 
             nbytes = sum(place.list_files().values()) if file is None else place.size(file)
         if nbytes > DATA_LIMIT_BYTES:
             raise UsageError(
-                f"{format_size(nbytes)} on another machine: smoke copies at most {format_size(DATA_LIMIT_BYTES)}",
+                f"{format_size(nbytes)} on another machine, but smoke copies at most {format_size(DATA_LIMIT_BYTES)}",
                 where=source,
                 hint=f"download it first (hf download), or try random weights: ckpt smoke --model {source}",
             )
@@ -80,7 +80,7 @@ def _run(
     # Schedulers set RANK and WORLD_SIZE as well, for processes of which each may start ranks of its own.
     if "TORCHELASTIC_RUN_ID" in os.environ:
         if options.compare is not None:
-            raise UsageError("--compare starts ranks of its own", hint="run it without torchrun")
+            raise UsageError("--compare starts its own ranks, not torchrun's", hint="run it without torchrun")
         speak = on_abandoned or _print_findings
         watchdog = None
         if is_first := os.environ["RANK"] == "0":

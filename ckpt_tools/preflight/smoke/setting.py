@@ -89,12 +89,12 @@ def _find_mesh(options: SmokeOptions, policy: Policy | None, world_size: int | N
         mesh = parse_mesh(text, world_size=(nproc or DEFAULT_RANKS) if needs else None)
         if nproc is not None and mesh.world_size != nproc:
             raise UsageError(
-                f"the mesh {mesh} has {mesh.world_size} ranks, torchrun started {nproc}", hint="write -1 for one axis"
+                f"the mesh {mesh} has {mesh.world_size} ranks, torchrun started {nproc}", hint="set one axis to -1"
             )
     elif policy is not None and policy.strategy == "hybrid_shard":
         nproc = nproc or 2 * DEFAULT_RANKS
         if nproc % 2:
-            raise UsageError(f"hybrid_shard needs an even number of ranks, not {nproc}", hint="or give --mesh")
+            raise UsageError(f"hybrid_shard needs an even number of ranks, got {nproc}", hint="or add --mesh")
         mesh = Mesh((("dp_replicate", 2), ("dp_shard", nproc // 2)))
     else:
         axis = "dp_replicate" if policy is not None and policy.strategy == "no_shard" else "dp_shard"
@@ -117,7 +117,7 @@ def other_world(setting: SmokeSetting, log: RankLog) -> tuple[SmokeSetting | Non
     mesh = _other_mesh(setting.mesh)
     devices = log.fact("num_devices", int)
     if log.fact("device", str) == "cuda" and devices is not None and devices < mesh.world_size:
-        return None, f"a world of {mesh.world_size} needs as many GPUs, and there are {devices}"
+        return None, f"a world of {mesh.world_size} ranks needs as many GPUs, but there are {devices}"
     policy = setting.policy
     if policy.strategy == "hybrid_shard" and len([n for n, _ in mesh.axes if n != TP_AXIS]) < 2:
         policy = Policy(strategy="full_shard", precision=policy.precision)
@@ -151,7 +151,7 @@ def find_recipe(options: SmokeOptions) -> Recipe:
         if _is_builtin(opened):
             return ModuleRecipe()
         raise UsageError(
-            "nothing says what model this is: there is no config.json beside the weights",
+            "the model is not known: there is no config.json beside the weights",
             where=opened.source.root,
             hint="add --model DIR (with a config.json), or --factory pkg.mod:callable",
         )
@@ -169,7 +169,7 @@ def refuse_absent(options: SmokeOptions) -> None:
     needed = ((quantize, "bitsandbytes", "qlora"), ("--lora" if options.lora else None, "peft", "hf"))
     for option, library, extra in needed:
         if option is not None and importlib.util.find_spec(library) is None:
-            what = f"{option} needs {library}, and it is not installed"
+            what = f"{option} needs {library}, which is not installed"
             raise UsageError(what, hint=f"pip install 'ckpt-tools[{extra}]'")
     for option, library, _ in needed:
         if option is not None:

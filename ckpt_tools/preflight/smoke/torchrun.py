@@ -47,7 +47,7 @@ def run_in_torchrun(
     """Be one of torchrun's ranks; `watchdog`, on rank 0, reports when some rank hangs or has died."""
     if dist.is_initialized():
         raise UsageError(
-            "there is a process group already", hint="run smoke before it is made, or after it is destroyed"
+            "a process group already exists", hint="run smoke before it is created, or after it is destroyed"
         )
     setting = resolve(options, world_size=int(os.environ["WORLD_SIZE"]))
     store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=60)))
@@ -57,7 +57,7 @@ def run_in_torchrun(
     directory = shared.get("directory").decode()
     if not os.path.isdir(directory):
         raise UsageError(
-            f"rank {rank} does not see {directory}, which rank 0 has made",
+            f"rank {rank} does not see {directory}, which rank 0 created",
             hint="set TMPDIR to a directory that all machines share",
         )
     journal = _ToldJournal(on_phase, events_path(directory, rank))
