@@ -398,7 +398,7 @@ def test_directory_is_taken_as_its_loader_takes_it_or_refused(
     assert checked in (3, 4)
     if row.picks:  # a looking command shows both, and each way leads to a whole model
         assert (shown, checked) == (0, 3)
-        hint = re.sub(r"\s*\n\s*", " ", told[told.index("hint:") :]).partition(": pass the one that is meant: ")[2]
+        hint = re.sub(r"\s*\n\s*", " ", told[told.index("hint:") :]).partition(": choose one: ")[2]
         ways = [shlex.split(way) for way in hint.strip().split(" or ")]
         found = []
         for number, way in enumerate(ways):

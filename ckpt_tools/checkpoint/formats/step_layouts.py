@@ -135,16 +135,16 @@ TRAINERS: Mapping[TrainerName, TrainerLayout] = {
         prefix="model.",
         part=MODEL_PART,
         start="accelerate.utils.load_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, {destination!r}) "
-        "loads it after prepare(); load_state wants an optimizer as well",
+        "loads it after prepare(); load_state also needs an optimizer",
     ),
     "trainer": TrainerLayout(
         prefix="model.",
         part=MODEL_PART,
         start="load_fsdp_model(trainer.accelerator.state.fsdp_plugin, trainer.accelerator, model, {destination!r}) "
-        "loads it, in a callback's on_train_begin; resume_from_checkpoint wants a step that the Trainer saved",
+        "loads it, in a callback's on_train_begin; resume_from_checkpoint needs a step that the Trainer saved",
     ),
     "torchtitan": TrainerLayout(
-        names="torchtitan", start="checkpoint.initial_load_path = {destination!r} begins there"
+        names="torchtitan", start="checkpoint.initial_load_path = {destination!r} starts from it"
     ),
     "lightning": TrainerLayout(
         prefix="state_dict.",
@@ -152,8 +152,8 @@ TRAINERS: Mapping[TrainerName, TrainerLayout] = {
         "get_model_state_dict(module); where the module keeps the model as self.model, add --prefix state_dict.model.",
     ),
     "verl": TrainerLayout(
-        refusal="verl loads a model in its Hub format, and resumes only from its own rank files, which reshard makes "
-        "of a step of verl's alone",
+        refusal="verl loads a model in its Hub format, and resumes only from its own rank files, which reshard writes "
+        "only from a verl step",
         instead="set actor_rollout_ref.model.path to {source}",
     ),
     "plain": TrainerLayout(),
@@ -198,7 +198,7 @@ def list_contents(step: Step) -> Iterator[tuple[str, int, str]]:
         yield (
             part.directory or HERE,
             part.nbytes,
-            whole[part.holds] + ("" if part.is_saved else ", not saved to the end"),
+            whole[part.holds] + ("" if part.is_saved else ", not completely saved"),
         )
     rows: dict[str, list[Asset]] = {}
     for asset in step.companions:
