@@ -192,7 +192,7 @@ def _check(
         run.findings += found
         run.not_checked += not_checked
     run.not_checked += [
-        f"{each.text}, which the export that wrote this file assumed. Otherwise: {each.otherwise}"
+        f"{each.text} (assumed by the export that wrote this file). Otherwise: {each.otherwise}"
         for each in assumed_before(adapter)
     ]
     file = _file(read, path, family, base)
@@ -368,7 +368,7 @@ def _by_own_names(adapter: Adapter[TensorEntry], base: Shapes) -> tuple[list[Fin
             foreign.append(module.path)
         elif (weight := base.get(f"{found}.{module.parameter}")) is not None:
             findings += _shape_of(module, {(weight[0], math.prod(weight[1:]))} if len(weight) > 1 else set())
-    not_checked = [f"{encoders} modules of text encoders, which the base model does not hold"] if encoders else []
+    not_checked = [f"{encoders} modules of text encoders, which the base model does not contain"] if encoders else []
     if len(foreign) + encoders == len(adapter.modules) and foreign:
         not_checked.append(
             f"names: none of {len(foreign)} modules has a name of the base model, and ckpt knows no other names for "
@@ -412,7 +412,7 @@ def _shape_of(module: AdapterModule[TensorEntry], wanted: set[tuple[int, int]]) 
     if have is None or not wanted or have in wanted:
         return
     what = (
-        f"factors for {list(have)}, and the base model's weight is "
+        f"the factors are for {list(have)}, but the base model's weight is "
         f"{' or '.join(str(list(each)) for each in sorted(wanted))}"
     )
     hint = "is it the base that the adapter was trained on?"
@@ -467,7 +467,7 @@ def _simulate(file: AdapterFile, loader: Loader) -> LoaderReport:
     target = "peft" if loader == "vllm" or file.architecture == "llm" else loader
     hint = f"ckpt export-lora SRC DST --to {target}"
     if loader == "vllm":
-        hint += "; what vLLM lacks can be merged into the base: ckpt merge-lora"
+        hint += "; to use what vLLM does not support, merge it into the base: ckpt merge-lora"
     loads: bool | None = True
     try:
         _rules_of(loader)(file, loading)

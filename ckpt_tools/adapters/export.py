@@ -179,7 +179,7 @@ def _on_its_model(run: _ExportRun, adapter: Adapter[TensorEntry]) -> Adapter[Fac
             return named
         if run.architecture is None and not candidates([module.path for module in adapter.modules]):
             what = "the names are neither the model's own nor those of a diffusion model that ckpt has tables for"
-            hint = "give the base model, whose names they are made from: --base DIR"
+            hint = "pass the base model, from which the names are derived: --base DIR"
             raise UsageError(what, where=adapter.modules[0].path, hint=hint)
         loaded = load(adapter, run.read.opened, run.reader)
         run.findings += check_adapter(loaded, repairs=True)
@@ -235,7 +235,7 @@ def _item(run: _ExportRun, name: str, factor: Factor, shape: tuple[int, ...]) ->
 
 def _for_others(run: _ExportRun, adapter: Adapter[TensorEntry], to: Target) -> tuple[Output, Fields]:
     rules.refuse_variants(adapter)
-    rules.refuse_carried(adapter, "written for other libraries than PEFT", "--to peft")
+    rules.refuse_carried(adapter, "written for libraries other than PEFT", "--to peft")
     loaded = load(adapter, run.read.opened, run.reader)
     run.findings += check_adapter(loaded, repairs=True)
     known = to_target.summary(adapter, run.options.base_model)

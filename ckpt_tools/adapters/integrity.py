@@ -128,8 +128,8 @@ def _check_config(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[Fin
     if found is None or module.rank is None or not family_of(module).is_scaled or found.value == module.rank.value:
         return
     by = adapter.settings["r"].source if "r" in adapter.settings else "rank_pattern"
-    what = f"rank {found.value} by {by}, and {module.rank.source}"
-    hint = "is it the configuration of another run? Its alpha would be wrong as well"
+    what = f"rank {found.value} in {by}, but {module.rank.source}"
+    hint = "does the configuration belong to another run? Its alpha would be wrong as well"
     yield _finding("adapter-config", module.path, what, hint)
 
 
@@ -137,7 +137,7 @@ def _check_settings(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[F
     """Tensors that the configuration promises: PEFT would begin them anew, and say a warning."""
     tokens = indices_of(module, adapter.settings) if module.family == TOKENS else None
     if tokens is not None and (problem := why_wrong(module, tokens.value)):
-        yield _finding("adapter-config", module.path, f"{problem} ({tokens.source})", "is it of another run?")
+        yield _finding("adapter-config", module.path, f"{problem} ({tokens.source})", "does it belong to another run?")
     for setting, role, _ in family_of(module).peft_switches:
         found = adapter.settings.get(setting)
         if found is not None and found.value is True and role not in module.factors:
@@ -152,10 +152,10 @@ def _wrapper_keys(adapter: Adapter[F], *, is_error: bool) -> Iterator[Finding]:
     wrapped = [name for name in names if strip_wrappers(name) != name]
     if wrapped:
         what = (
-            f"{len(wrapped)} of {len(names)} names contain a wrapper's prefix (_orig_mod, …): a loader finds no such "
-            "modules, and the adapter does nothing"
+            f"{len(wrapped)} of {len(names)} names contain a wrapper's prefix (_orig_mod, …): loaders find no such "
+            "modules, so the adapter does nothing"
         )
-        hint = "ckpt export-lora strips them"
+        hint = "strip them with ckpt export-lora"
         yield _finding("adapter-wrapper-key", wrapped[0], what, hint, "error" if is_error else "warning")
 
 
@@ -259,7 +259,7 @@ def check_values(adapter: Adapter[F], table: ValueTable) -> Iterator[Finding]:
         for role, values in seen.items():
             if values is not None and not values.is_finite:
                 what = f"factor {role} of {module.path!r} has elements that are infinite or not a number"
-                hint = "the training run has diverged: use a checkpoint from before"
+                hint = "the training run diverged: use an earlier checkpoint"
                 yield _finding("adapter-non-finite", f"{module.path} {role}", what, hint)
         if module.is_saved:
             changing += module.path not in adapted  # else an embedding that PEFT saves along with its factors
@@ -276,7 +276,7 @@ def check_values(adapter: Adapter[F], table: ValueTable) -> Iterator[Finding]:
         yield _finding("adapter-zero", where, what, "they were not trained, or not saved", "warning")
     else:
         what = f"the adapter changes nothing: the factors of all {len(idle)} modules multiply to 0 ({shown})"
-        hint = "it is as it was before training, or its trained values were not saved"
+        hint = "it was not trained, or its trained values were not saved"
         yield _finding("adapter-zero", where, what, hint)
 
 

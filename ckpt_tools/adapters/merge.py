@@ -108,7 +108,7 @@ def _share(job: Job, path: str, read: OpenedAdapter, weight: float, options: Mer
         adapter = settle_parameters(adapter, {name: slot.shape for name, slot in slots.items()})
     adapter = with_alpha(adapter, options.alpha)
     refuse_variants(adapter)
-    hint = "PEFT does it: PeftModel.from_pretrained(model, ADAPTER).merge_and_unload(), then save_pretrained"
+    hint = "merge it with PEFT: PeftModel.from_pretrained(model, ADAPTER).merge_and_unload(), then save_pretrained"
     refuse_carried(adapter, "merged by ckpt", hint)
     _refuse_broken(adapter)
     _check_scale(adapter, weight)
@@ -294,7 +294,7 @@ def _judge(edits: Mapping[str, TensorEdit]) -> list[str]:
         what = "the result equals the base: the adapter's factors are zero, or multiply to zero"
         hint = "`ckpt check-lora ADAPTER` shows more; was the adapter saved before it was trained?"
         raise MergeUnchangedError(what, hint=hint)
-    return [f"{len(idle)} of {total} tensors get no change: the adapter's factors for them are zero"] if idle else []
+    return [f"{len(idle)} of {total} tensors do not change: the adapter's factors for them are zero"] if idle else []
 
 
 # Several LoRAs of the same modules made into one, other than by a sum: as PEFT's `add_weighted_adapter` does.
@@ -427,12 +427,12 @@ class Group:
                     " with more than two matrices" if len(module.factors) > 2 else ""
                 )
                 what = "stacked experts" if module.parameter != "weight" else what
-                hint = "leave out --combine: a sum takes every family"
-                raise UsageError(f"--combine {method} is for plain LoRA; {where} is {what}", where=where, hint=hint)
+                hint = "leave out --combine: a sum supports every family"
+                raise UsageError(f"--combine {method} needs plain LoRA; {where} is {what}", where=where, hint=hint)
         ranks = sorted({module.factors[min(module.factors)].shape[0] for module in modules})
         if len(ranks) > 1 and not self.combining.kind.of_product:
             what = f"--combine {method} needs one rank; {where} has {' and '.join(map(str, ranks))}"
-            raise UsageError(what, where=where, hint="--combine svd takes any ranks; so does a sum, without --combine")
+            raise UsageError(what, where=where, hint="use --combine svd, or leave out --combine: both accept any ranks")
 
     def change(self, rows: ChangedRows) -> WeightChange:
         """Return what the combined module makes of rows."""
@@ -541,8 +541,8 @@ def _refuse_meeting(fqn: str, one: TensorShare, other: TensorShare, combining: C
         raise UsageError(what, hint="an adapter has one module per weight")
     what = f"{one.owner} and {other.owner} both change {fqn}"
     if reason := one.why_not_a_sum:
-        hint = "merge one after the other, each into the result before it; the order matters"
-        raise UsageError(f"{what}, which have no sum. Of the first, {reason}", where=one.module.path, hint=hint)
+        hint = "merge one after the other, each into the previous result; the order matters"
+        raise UsageError(f"{what} and cannot be added. Of the first, {reason}", where=one.module.path, hint=hint)
     if combining is not None and not other.module.is_saved:
-        what += ", by modules of other rows, and only the same can be combined"
-        raise UsageError(what, where=fqn, hint="leave out --combine: a sum takes both")
+        what += ", in different rows; --combine needs the same rows"
+        raise UsageError(what, where=fqn, hint="leave out --combine: a sum supports both")

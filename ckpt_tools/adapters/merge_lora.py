@@ -129,11 +129,11 @@ def merge_lora(options: MergeOptions) -> Conversion:
     paths = [os.fspath(path) for path in ([given] if isinstance(given, str | os.PathLike) else given)]
     weights = _weights(options, paths)
     if options.combine != "sum" and len(paths) < 2:
-        raise UsageError(f"--combine {options.combine} is for several adapters", hint="ckpt merge-lora BASE A B DST")
+        raise UsageError(f"--combine {options.combine} needs several adapters", hint="ckpt merge-lora BASE A B DST")
     workers = options.num_workers or default_num_workers(computes=True)
     is_pipeline = is_file(os.path.join(os.fspath(options.base), PIPELINE_NAME))
     if options.component and not is_pipeline:
-        raise UsageError(f"--component is for a diffusers pipeline, which has a {PIPELINE_NAME}", hint="leave it out")
+        raise UsageError(f"--component needs a diffusers pipeline, with a {PIPELINE_NAME}", hint="leave it out")
     with ExitStack() as stack:
         name, chosen, settings = options.adapter_name, options.include, parse_overrides(options.config)
         read = partial(read_adapter, adapter_name=name, include=chosen, exclude=options.exclude, settings=settings)
@@ -148,19 +148,19 @@ def _weights(options: MergeOptions, paths: Sequence[str]) -> list[float]:
         raise UsageError("no adapter is given", hint="ckpt merge-lora BASE ADAPTER DST")
     places = list(map(os.path.realpath, paths))
     if twice := [path for path, place in zip(paths, places, strict=True) if places.count(place) > 1]:
-        raise UsageError("the same adapter is given twice", where=twice[0], hint="--weights says how much it counts")
+        raise UsageError("the same adapter is given twice", where=twice[0], hint="weight it with --weights")
     given = options.weights if isinstance(options.weights, str) else ",".join(map(str, options.weights))
     flag, wanted = ("--weights", given) if given else ("--scale", str(options.scale))
     if options.scale is not None and (given or len(paths) > 1):
-        raise UsageError("--scale is for one adapter", hint="--weights has a number for each")
+        raise UsageError("--scale applies to a single adapter", hint="use --weights, with one number for each")
     try:
         weights = [1.0] * len(paths) if wanted == "None" else [float(part) for part in wanted.split(",")]
     except ValueError:
         raise UsageError(f"--weights must be numbers, got {given!r}", hint="--weights 1,0.5") from None
     if len(weights) != len(paths):
         what = f"--weights has {len(weights)} numbers for {len(paths)} adapters"
-        raise UsageError(what, hint="one for each, in their order")
+        raise UsageError(what, hint="give one number for each, in the same order")
     if not all(map(math.isfinite, weights)) or not any(weights):
-        what = f"{flag} {wanted} " + ("is no number" if any(weights) else "leaves nothing of what is added")
+        what = f"{flag} {wanted} " + ("is not a number" if any(weights) else "adds nothing")
         raise UsageError(what, where=flag, hint="1 adds an adapter as it was trained")
     return weights

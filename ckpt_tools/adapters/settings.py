@@ -134,7 +134,7 @@ def config_rank(module: AdapterModule[F], settings: Settings) -> Sourced[int] | 
 
 def _whole(value: object, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise UnreadableError(f"{name} is {value!s}, not a whole number")
+        raise UnreadableError(f"{name} must be a whole number, got {value!s}")
     return value
 
 
@@ -147,7 +147,7 @@ def _with_alpha(
 ) -> AdapterModule[TensorEntry]:
     rslora = settings.get("use_rslora")
     if rslora is not None and not isinstance(rslora.value, bool):
-        raise UnreadableError(f"use_rslora is {rslora.value!s}, neither true nor false")
+        raise UnreadableError(f"use_rslora must be true or false, got {rslora.value!s}")
     factors, family = dict(module.factors), family_of(module)
     entry = factors.pop("alpha", None)
     module = replace(
@@ -199,7 +199,7 @@ def with_alpha(adapter: Adapter[F], alpha: float | None) -> Adapter[F]:
     ]
     if missing:
         zero = said_zero(missing[0], adapter)
-        why = "it is in no tensor, header or file beside it"
+        why = "no tensor, header or neighbouring file records it"
         if zero is not None:
             why = f"it is 0 in {zero}, which changes nothing"
         hint = (
@@ -246,7 +246,7 @@ def _number(value: object, name: str) -> float:
             return float(value)
     except OverflowError:  # a whole number beyond every float
         pass
-    raise UnreadableError(f"{name} is {value!s}, not a number")
+    raise UnreadableError(f"{name} must be a number, got {value!s}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ class Ledger:
             self.held[kind] += 1
         else:
             what = f"{name} is not what the manifest recorded: its {KINDS[kind]} is {found}, recorded was {recorded}"
-            hint = "`ckpt verify` lists all that is wrong; restore it, or remove a manifest that was saved over"
+            hint = "`ckpt verify` lists all that is wrong; restore it, or remove an outdated manifest"
             raise UnreadableError(what, where=root, hint=hint)
 
     def count_crcs(self, held: int, recorded: int) -> None:
@@ -48,4 +48,4 @@ class Ledger:
     def not_checked(self) -> tuple[str, ...]:
         """What was not held, and why, in words."""
         rows = (+self.missed).items()
-        return tuple(f"{n} recorded {KINDS[kind]}{'s'[: n > 1]}: not held, because {why}" for (kind, why), n in rows)
+        return tuple(f"{n} recorded {KINDS[kind]}{'s'[: n > 1]}: unchecked, because {why}" for (kind, why), n in rows)

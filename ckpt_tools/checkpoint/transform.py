@@ -54,7 +54,7 @@ def rename(checkpoint: Checkpoint, new_name: Callable[[str], str]) -> Checkpoint
     seen: dict[str, str] = {}
     for old, new in zip(checkpoint.tensors, tensors, strict=True):
         if new.fqn in seen:
-            hint = "say what to strip: `ckpt gather SRC DST --strip-prefix none|PREFIX`, or --exclude one of them"
+            hint = "choose what to strip: `ckpt gather SRC DST --strip-prefix none|PREFIX`, or --exclude one of them"
             raise UsageError(f"{old.fqn!r} and {seen[new.fqn]!r} would both be named {new.fqn!r}", hint=hint)
         seen[new.fqn] = old.fqn
     return replace(checkpoint, tensors=tensors)

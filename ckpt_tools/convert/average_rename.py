@@ -86,7 +86,7 @@ def rewrite_job(
         job = gathering_job(opened, gather, before=own)
         return job if named is None else _of_names(job, named)
     if limit is not None:
-        what = "--max-shard-size is for safetensors files, and the source is a DCP checkpoint"
+        what = "--max-shard-size needs safetensors files, but the source is a DCP checkpoint"
         raise UsageError(what, hint="leave it out, and `ckpt gather` the result")
     opened = revealed(opened) if only_model else opened
     check_sealed(opened)
@@ -130,7 +130,7 @@ def renamed(opened: Opened, naming: Naming) -> Named:
         named = name_live(model, opened.own_assets, naming, opened.resolve)
         named = replace(named, sources={new: names.get(old, old) for new, old in named.sources.items()})
     if opened.format.loads_by_dcp and named.apart:
-        what = f"the map joins or splits tensors, which are cut: {first_few([entry.fqn for entry in named.apart])}"
+        what = f"the map joins or splits tensors that are sharded: {first_few([entry.fqn for entry in named.apart])}"
         where = opened.source.root
         raise UsageError(what, where=where, hint="`ckpt reshard SRC DST --map FILE --mesh …` cuts them anew")
     entries = {entry.fqn: entry for entry in named.checkpoint.tensors}
@@ -170,21 +170,21 @@ def first_layers(opened: Opened, num_layers: int) -> tuple[Checkpoint, AssetList
         raise UsageError(what, where=where, hint="--include chooses tensors by their names")
     ((path, count),) = stacks.items()
     if num_layers > count:
-        raise UsageError(f"--layers {num_layers}: {CONFIG_NAME} says that there are {count}", where=where)
+        raise UsageError(f"--layers {num_layers}, but {CONFIG_NAME} has {count}", where=where)
     in_layer = re.compile(r"(?:.*\.)?" + re.escape(path).replace(r"\*", r"(\d+)") + r"(?:\..*)?")
     numbers = {entry.fqn: found[1] for entry in opened.checkpoint.tensors if (found := in_layer.fullmatch(entry.fqn))}
     if not numbers:  # files whose names are not the live model's
         live = name_live(opened.checkpoint, assets, Naming(), opened.resolve).sources
         numbers = {own: found[1] for fqn, own in live.items() if (found := in_layer.fullmatch(fqn))}
     if not numbers:
-        hint = "bring it to the model's own names first: `ckpt rename`"
-        raise UsageError(f"no tensor is called {path}", where=where, hint=hint)
+        hint = "rename it to the model's own names first: `ckpt rename`"
+        raise UsageError(f"no tensor is named {path}", where=where, hint=hint)
     tensors = tuple(e for e in opened.checkpoint.tensors if int(numbers.get(e.fqn, "0")) < num_layers)
     values: dict[str, Any] = copy.deepcopy(dict(claim.config))
     changed = sorted({key for part in _parts(values) for key in _cut(part, count, num_layers)})
     if not changed:
-        raise UsageError(f"{CONFIG_NAME} does not say how many layers there are", where=where)
-    note = f"the first {num_layers} of {count} layers; {CONFIG_NAME} has other {', '.join(changed)}"
+        raise UsageError(f"{CONFIG_NAME} does not record the number of layers", where=where)
+    note = f"the first {num_layers} of {count} layers; {CONFIG_NAME} has new values of {', '.join(changed)}"
     return replace(opened.checkpoint, tensors=tensors), with_config(assets, values), note
 
 
@@ -224,7 +224,7 @@ def averaging_job(job: Job, others: Sequence[Opened], steps: Sequence[float]) ->
     odd |= {entry.fqn for entry in packed_tensors(job.source)}
     odd |= {e.fqn for e in job.source.tensors if e.dtype.name[0] == "F" and not e.dtype.is_float}
     if packed := [e.fqn for e in job.source.tensors if {e.fqn, job.names.get(e.fqn)} & odd]:
-        what = f"quantised weights have no average: {first_few(packed)}"
+        what = f"quantised weights cannot be averaged: {first_few(packed)}"
         where = job.opened.source.root
         raise UsageError(what, where=where, hint="`ckpt gather SRC DST --dequantize` each of them first")
     reading = Reading()
@@ -248,7 +248,7 @@ def averaging_job(job: Job, others: Sequence[Opened], steps: Sequence[float]) ->
     averaged = sum(entry.dtype.is_float for entry in full)
     job.notes.append(f"averaged {averaged} tensors of {len(sources)} checkpoints in float32")
     if counters := [entry.fqn for entry in full if entry.num_elems == 1 and not entry.dtype.is_float]:
-        job.notes.append(f"numbers that are not averaged are those of the last: {first_few(counters)}")
+        job.notes.append(f"numbers that are not averaged, taken from the last: {first_few(counters)}")
 
     if factors := [entry.fqn for entry in full if is_factor(entry.fqn)]:
         text = f"the factors of an adapter were averaged one by one ({first_few(factors)}): their product is not the "
@@ -271,8 +271,8 @@ def _paired(job: Job, other: Opened) -> dict[str, TensorEntry]:
     ours, theirs = match_names(replace(job.opened, checkpoint=job.source), other, "auto")
     own = {id(entry) for entry in job.source.tensors}
     if any(id(entry) not in own for entry in ours.entries.values()):
-        hint = "bring both to the same names: `ckpt gather`, or `ckpt rename`"
-        raise UsageError("its names are those of another library than the first checkpoint's", where=where, hint=hint)
+        hint = "give both the same names: `ckpt gather`, or `ckpt rename`"
+        raise UsageError("its names are not those of the first checkpoint's library", where=where, hint=hint)
     found = {entry.fqn: theirs.entries[name] for name, entry in ours.entries.items() if name in theirs.entries}
     missing = [entry.fqn for entry in job.source.tensors if entry.fqn not in found]
     used = {id(entry) for entry in found.values()}
@@ -285,7 +285,7 @@ def _paired(job: Job, other: Opened) -> dict[str, TensorEntry]:
         entry = found[one.fqn]
         if (one.shape, one.dtype) != (entry.shape, entry.dtype):
             here, first = (f"{each.dtype.name} {list(each.shape)}" for each in (entry, one))
-            what = f"tensor {one.fqn!r} is {here}, and {first} in the first"
+            what = f"tensor {one.fqn!r} is {here}, but {first} in the first checkpoint"
             raise UsageError(what, where=where, hint="average checkpoints of one model and dtype")
     return found
 
@@ -311,7 +311,7 @@ class _Averaging:
             if self.entry.num_elems == 1:
                 result[:] = theirs
             elif bytes(theirs) != bytes(content):
-                what = f"tensor {self.entry.fqn!r} of {self.entry.dtype.name} has no average, and differs"
+                what = f"tensor {self.entry.fqn!r} of {self.entry.dtype.name} cannot be averaged, and differs"
                 hint = "are these checkpoints of one model? Quantised weights must be decoded first "
                 raise UsageError(what, where=other.root, hint=hint + "(`ckpt gather --dequantize`)")
 
@@ -388,7 +388,7 @@ def _steps(options: AverageOptions, count: int) -> tuple[tuple[float, ...], dict
         raise UsageError("an average needs at least two checkpoints", hint="ckpt average A B DST")
     if options.ema is not None:
         if options.weights is not None:
-            raise UsageError("--ema brings weights of its own", hint="leave out --weights")
+            raise UsageError("--ema sets the weights itself", hint="leave out --weights")
         if not 0 < options.ema < 1:
             raise UsageError(f"--ema must be between 0 and 1, got {options.ema:g}", hint="0.99 is usual")
         return (1 - options.ema,) * (count - 1), {"ema": options.ema}
@@ -404,9 +404,9 @@ def _parse_weights(text: str) -> list[float]:
     except ValueError:
         raise UsageError(f"--weights must be numbers, got {text!r}", hint="--weights 0.5,0.3,0.2") from None
     if not all(0 < weight < math.inf for weight in weights):
-        raise UsageError("--weights must be positive", hint="leave out a checkpoint that shall not count")
+        raise UsageError("--weights must be positive", hint="leave out the checkpoint that should not count")
     if abs(math.fsum(weights) - 1) > 1e-6:
-        raise UsageError(f"--weights must be 1 together, got {math.fsum(weights):g}", hint="--weights 0.5,0.3,0.2")
+        raise UsageError(f"--weights must sum to 1, got {math.fsum(weights):g}", hint="--weights 0.5,0.3,0.2")
     return weights
 
 
@@ -420,7 +420,7 @@ def extract(options: ExtractOptions) -> Conversion:
         DestinationExistsError: The destination exists.
     """
     if not options.include and not options.exclude and options.layers is None:
-        raise UsageError("nothing selected", hint="add --include GLOB, --exclude GLOB or --layers N")
+        raise UsageError("nothing is selected to extract", hint="add --include GLOB, --exclude GLOB or --layers N")
     with open_asking(os.fspath(options.source), format=options.format, as_part=options.as_part) as opened:
         chosen, notes = opened.checkpoint, []
         assets: AssetList = opened.own_assets
@@ -453,7 +453,7 @@ def rename(options: RenameOptions) -> Conversion:
         DestinationExistsError: The destination exists.
     """
     if options.map is None and options.names is None:
-        raise UsageError("no target names given", hint="add --map FILE or --names comfyui")
+        raise UsageError("no names to write are given", hint="add --map FILE or --names comfyui")
     naming = Naming.of(options.names or "auto", options.map)
     with open_asking(os.fspath(options.source), format=options.format, as_part=options.as_part) as opened:
         if options.names is not None:
@@ -466,7 +466,7 @@ def rename(options: RenameOptions) -> Conversion:
 def _single_file(opened: Opened, options: RenameOptions, naming: Naming) -> Job:
     """Return the job that writes what ComfyUI loads: one file of any size, without diffusers' config."""
     if opened.format.loads_by_dcp:
-        raise UsageError(f"--names {options.names} takes no DCP checkpoint", hint="`ckpt gather` it first")
+        raise UsageError(f"--names {options.names} does not support DCP checkpoints", hint="`ckpt gather` it first")
     named = renamed(opened, naming)
     assets = tuple(asset for asset in named.checkpoint.assets if asset.file != CONFIG_NAME)
     named = replace(named, checkpoint=replace(named.checkpoint, assets=assets))

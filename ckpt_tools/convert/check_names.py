@@ -131,7 +131,7 @@ def check_names(job: Job, originals: Iterable[Opened], *, allow_foreign: bool, i
 def _check_shapes(job: Job, claim: Claim, allow_foreign: bool) -> None:
     """Refuse, or warn of, a config with other sizes than the tensors have: no loader takes the two together."""
     wrong = config_misfits(claim.config, ((entry.fqn, entry.shape) for entry in job.target.tensors))
-    what = f"{first_few(wrong, 2)}: {CONFIG_NAME} is not that of these weights"
+    what = f"{first_few(wrong, 2)}: {CONFIG_NAME} does not belong to these weights"
     if wrong and not allow_foreign:
         here, root = (os.path.join(path, "") for path in (claim.source.root, job.opened.source.root))
         is_own = here.startswith(root) or root.startswith(here)  # beside the parts of a step
@@ -199,7 +199,7 @@ def _way_on(names: Sequence[str], rest: NameMatch, expected: Expected | None, so
         inside = path.removesuffix("*")
         if any(name.startswith(inside) for name in (*rest.foreign, *rest.missing)):
             key = expected.count_keys[path]
-            return f"{CONFIG_NAME} says {key} = {count}: is it the config of this model?"
+            return f"{CONFIG_NAME} has {key} = {count}: is it the config of this model?"
     if not rest.foreign:
-        return f"save the whole model, or name in {CONFIG_NAME} the architecture that it is"
+        return f"save the whole model, or correct the architecture in {CONFIG_NAME}"
     return f"is it the config of this model? {len(rest.foreign)} of {len(names)} names are not its own"

@@ -80,10 +80,10 @@ def ranks_job(opened: Opened, options: ConvertOptions, stack: ExitStack) -> Job:
 def _mesh(options: ConvertOptions) -> Mesh:
     stated = ("rules", "set", "tp_plan", "prefix", "include", "exclude", "dtype", "dtype_for", "dequantize")
     if flag := next(given_flags(options, stated), None):
-        raise UsageError(f"--for verl changes the mesh and nothing else, and {flag} is given", hint="leave out one")
+        raise UsageError(f"--for verl changes only the mesh; {flag} is given too", hint="leave out one")
     mesh: Mesh | None = None if options.mesh is None else parse_mesh(options.mesh, world_size=options.world_size)
     if mesh is None or [name for name, _ in mesh.axes] not in ([_REPLICATE, _SHARD], [_SHARD]):
-        what = f"verl's ranks are a mesh of {_SHARD}, or of {_REPLICATE} and {_SHARD}"
+        what = f"verl's ranks form a mesh of {_SHARD}, or of {_REPLICATE} and {_SHARD}"
         raise UsageError(what, hint=f"--mesh {_SHARD}=N")
     return mesh
 
@@ -114,7 +114,7 @@ def _job(opened: Opened, mesh: Mesh, destination: str) -> Job:
             elif kind == "extra_state":
                 assets.append(Asset(file=name, nbytes=files[pattern], stored_as=pattern))
         if kind == "optim" and found[order[0]] not in read:
-            why = next((what for what in opened.unread if "optimizer" in what), "it is of a kind that is not read")
+            why = next((what for what in opened.unread if "optimizer" in what), "ckpt does not read its kind")
             warnings.append(f"without the optimizer: {why}; checkpoint.load_contents=['model','extra'] resumes so")
     chunks: dict[str, list[Chunk]] = {}
     for each in planned:
@@ -130,7 +130,7 @@ def _job(opened: Opened, mesh: Mesh, destination: str) -> Job:
     config = _config(opened) if _CONFIG in files else {}
     if config.get("FSDP_version") != 2 and (mesh.size(_SHARD) == 1 or len(mesh.axes) > 1):
         what = "whole tensors on one rank" if mesh.size(_SHARD) == 1 else f"the process groups of {_REPLICATE} by name"
-        hint = "gather gives the model that verl starts from; with FSDP2, fsdp_config.json says FSDP_version 2"
+        hint = "use gather for a model that verl starts from; with FSDP2, fsdp_config.json has FSDP_version 2"
         raise UsageError(f"FSDP1 has {what}, which cannot be written", where=opened.source.root, hint=hint)
     rewritten = {_CONFIG: json.dumps({**config, "world_size": mesh.world_size}, indent=4).encode()} if config else {}
     before = len(ranks["model"])
@@ -160,7 +160,7 @@ def _config(opened: Opened) -> dict[str, object]:
     content = read_document(opened.source, _CONFIG, _MAX_CONFIG_BYTES)
     stated = parse_json(content, what="verl's note of its ranks", where=_CONFIG)
     if not isinstance(stated, dict):
-        raise UnreadableError("verl's note of its ranks is no JSON object", where=_CONFIG)
+        raise UnreadableError("verl's note of its ranks is not a JSON object", where=_CONFIG)
     return stated
 
 
@@ -292,7 +292,7 @@ def reshard(options: ReshardOptions) -> Conversion:
             if options.trainer in (None, step.step.trainer):
                 if options.serialization == "safetensors":
                     what = f"{step.step.title} is resumed from --serialization torch, not safetensors"
-                    raise UsageError(what, hint="--for plain writes the model alone")
+                    raise UsageError(what, hint="--for plain writes only the model")
                 return _run(step_job(step, options), options)
         opened = stack.enter_context(_open(options))
         if options.trainer == "verl" and is_of_verl(opened):
@@ -320,7 +320,7 @@ def _check_serialization(options: ConvertOptions, *, use_dtensor: bool = False) 
     if use_dtensor:
         raise UsageError("--engine dtensor writes only --serialization torch", hint="use --engine stream")
     if options.trainer not in (None, "plain"):
-        what = f"--for {options.trainer} writes what it loads, and that is not --serialization safetensors"
+        what = f"--for {options.trainer} writes what it loads, which is not --serialization safetensors"
         raise UsageError(what, hint="leave out one; --for plain is for scripts of your own")
 
 
@@ -380,7 +380,7 @@ def _quantised(job: Job, options: GatherOptions) -> Job:
         warn_of_settings(job)
         return job
     if options.to != "safetensors":
-        raise UsageError(f"--quantize writes safetensors, and --to {options.to} is given", hint="leave out --to")
+        raise UsageError(f"--quantize writes safetensors; --to {options.to} is given too", hint="leave out --to")
     if options.like is not None:
         raise UsageError("--like and --quantize both set dtypes", hint="--assets REF copies its config and tokenizer")
     keep, limit = options.keep_precision, options.max_file_nbytes
@@ -393,7 +393,7 @@ def _plain(opened: Opened, options: ConvertOptions | GatherOptions) -> Opened:
     if not options.dequantize:
         return opened
     if isinstance(options, GatherOptions) and options.assets is not None:
-        what = "--dequantize takes config.json from beside the weights, and --assets would bring another"
+        what = "--dequantize uses the config.json beside the weights; --assets would replace it"
         raise UsageError(what, hint=f"copy {CONFIG_NAME} to the checkpoint, and leave out --assets")
     return dequantised(opened, options.dtype)
 
@@ -437,14 +437,14 @@ def commit(options: CommitOptions) -> Conversion:
         with open_shared_sink(destination) as sink:
             claim = sink.find_claim()
     except DestinationExistsError:
-        hint = "`ckpt verify` says whether it is whole"
-        raise DestinationExistsError("already complete", where=destination, hint=hint) from None
+        hint = "`ckpt verify` checks whether it is complete"
+        raise DestinationExistsError("it is already complete", where=destination, hint=hint) from None
     if claim is None:
-        raise UnreadableError("nothing is being written here", where=destination, hint="is it complete already?")
+        raise UnreadableError("no write is in progress here", where=destination, hint="is it already complete?")
     command = parse_command(claim.command)
     if command is None:
         hint = f"run any part again: --part 0/{claim.num_parts}"
-        raise UsageError("what is being written here does not say by which command", where=destination, hint=hint)
+        raise UsageError("the write in progress here does not record its command", where=destination, hint=hint)
     verb, given = command
     _check_paths(verb, given, destination)
     done = _FUNCTIONS[verb](
@@ -467,5 +467,5 @@ def _check_paths(verb: str, given: Mapping[str, object], destination: str) -> No
     paths = {each.name for each in options_of(_FUNCTIONS[verb]) if each.is_path}
     own = [str(value) for name, value in given.items() if name in paths and not is_remote(str(value))]
     if own and is_remote(destination):
-        what = f"what is being written here reads {first_few(own)} of the machine that began it"
-        raise UsageError(what, where=destination, hint="run any part of it again there: one that is done publishes")
+        what = f"the write in progress here reads {first_few(own)} on the machine that started it"
+        raise UsageError(what, where=destination, hint="run any part of it again there: a finished part publishes")

@@ -41,7 +41,7 @@ def model_in(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, 
     elif strip == "auto":
         model, prefix = find_model(checkpoint)
         if opened.format.has_views and (root := _only_state_dict(model)):
-            notes.append(f"took {escape_name(root)!r} for the model, as the only state dict (--strip-prefix chooses)")
+            notes.append(f"took {escape_name(root)!r} as the model, the only state dict (--strip-prefix chooses)")
             return model_in(opened, root, notes)
         recorded = opened.origin.prefix if opened.origin is not None else opened.root
         if recorded and all(entry.fqn.startswith(recorded) for entry in model.tensors):
@@ -64,7 +64,7 @@ def model_in(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, 
     check_sealed(opened, prefix)
     notes += omitted(checkpoint, model)
     if not model.tensors:
-        hint = "`ckpt inspect SRC --tensors` lists what it holds; `ckpt gather --strip-prefix PFX` takes a part"
+        hint = "`ckpt inspect SRC --tensors` lists what it holds; `ckpt gather --strip-prefix PFX` extracts a part"
         raise UnreadableError("the checkpoint holds no model tensors", where=checkpoint.root, hint=hint)
     renamed = rename(model, new_name)
     names = {new.fqn: old.fqn for new, old in zip(renamed.tensors, model.tensors, strict=True)}
@@ -78,7 +78,7 @@ def _only_state_dict(model: Checkpoint) -> str:
     dotted = {path[: depth + 1] for path in paths if len(path) > depth + 1 and "." in str(path[-1])}
     found = sorted(".".join(map(str, path)) for path in dotted)
     if len(found) > 1:
-        hint = f"choose one: `ckpt gather SRC DST --strip-prefix {found[0]}`; or none for all, under these names"
+        hint = f"choose one: `ckpt gather SRC DST --strip-prefix {found[0]}`; or `--strip-prefix none` for all"
         raise UsageError(f"the file holds {len(found)} state dicts: {first_few(found, 6)}", where=model.root, hint=hint)
     is_flat = all(len(path) == depth + 1 for path in paths if path[: depth + 1] not in dotted)
     return found[0] if found and is_flat else ""
@@ -122,8 +122,8 @@ def name_again(
     if len(model.tensors) < len(checkpoint.tensors) or checkpoint.blobs:
         others = {e.fqn for e in checkpoint.tensors} | {blob.fqn for blob in checkpoint.blobs}
         others -= set(names.values())
-        what = f"only a model's weights can be named again, and the source also holds {first_few(sorted(others), 3)}"
-        hint = f"{choose.format(_choosing(names.values(), others))}; for the whole state, keep its names"
+        what = f"only a model's weights can be renamed, but the source also holds {first_few(sorted(others), 3)}"
+        hint = f"{choose.format(_choosing(names.values(), others))}, or keep the names of the whole state"
         raise UsageError(what, where=opened.source.root, hint=hint)
     assets = opened.assets
     origin = opened.origin
@@ -187,7 +187,7 @@ def leave_out(named: Named, model: Checkpoint, opened: Opened) -> Named:
     entries = {entry.fqn: entry for entry in model.tensors}
     for alias, name in named.aliases.items():
         if not is_same(entries[alias], entries[name], opened, tied=True):
-            what = f"{alias!r} and {name!r} are one tensor by the config, and differ in the checkpoint"
+            what = f"{alias!r} and {name!r} are one tensor in the config, but differ in the checkpoint"
             hint = f"is tie_word_embeddings in {CONFIG_NAME} what was trained? `ckpt gather --names live` keeps both"
             raise UsageError(what, where=opened.source.root, hint=hint)
     check_copies(named, opened)
@@ -204,7 +204,7 @@ def differences(named: Named, opened: Opened, assets: AssetList, notes: list[str
         return ()
     found = dict(opened.settings) or _run_config(opened)
     if not found:
-        notes.append(f"the step has no settings that ckpt reads: {CONFIG_NAME} was believed, heads and norms included")
+        notes.append(f"the step has no settings that ckpt reads: {CONFIG_NAME} was trusted, including heads and norms")
     return check_settings(found, claim.config)
 
 
@@ -229,7 +229,7 @@ def check_copies(named: Named, opened: Opened) -> None:
     for one, other in named.copies:
         if one.num_elems and not is_same(one, other, opened, tied=True):
             names = first_few(dict.fromkeys([one.fqn, other.fqn]))
-            what = f"{names}: copies of the same rows by the map, and they differ"
+            what = f"{names}: copies of the same rows in the map, but they differ"
             where = opened.source.root
             raise UsageError(what, where=where, hint="they were trained apart, or the map is of another model")
 

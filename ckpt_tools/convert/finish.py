@@ -179,7 +179,7 @@ def check_step(directory: str, names: Iterable[str]) -> None:
     if opened is None:  # one of files of ranks, whose parts were looked at one by one
         with open_path(directory, as_part=True) as whole:
             if whole.step is None or sorted(part.directory for part in whole.step.parts) != sorted(names):
-                raise _unlike("its parts are not those of the plan", directory)
+                raise _unlike("its parts do not match the plan", directory)
         return
     with opened as step:
         result = verify_step(step, level="structure", num_workers=1, purpose="weights")
@@ -187,12 +187,12 @@ def check_step(directory: str, names: Iterable[str]) -> None:
             raise _unlike(errors[0].what, errors[0].where)
         found = {part.directory for part in step.step.parts}
         if found != set(names) and not (step.step.is_repository and found.issuperset(names)):
-            raise _unlike("its parts are not those of the plan", directory)
+            raise _unlike("its parts do not match the plan", directory)
 
 
 def _unlike(what: str, where: str) -> CkptError:
     hint = "nothing was published; please report this with the output of `ckpt env`"
-    return CkptError(f"what was written does not pass its own check: {what}", where=where, hint=hint)
+    return CkptError(f"the written checkpoint failed its own check: {what}", where=where, hint=hint)
 
 
 APART = "\0apart\0"  # Before the name of a tensor that was read for its records alone; no FQN contains a NUL
@@ -275,7 +275,7 @@ def finish(
     if sink.left_behind is not None:
         job.notes.append(
             f"the old checkpoint could not be removed: {escape_name(sink.left_behind)}; "
-            "the next ckpt that writes to this destination removes it, or you do"
+            "the next ckpt that writes to this destination removes it, or remove it yourself"
         )
     files += [(os.path.join(name, file), nbytes) for name, part in parts.items() for file, nbytes in part.files]
     read = outcome.bytes_read + sum(part.bytes_read for part in parts.values())
@@ -292,7 +292,7 @@ def carry_assets(job: Job, sink: Sink) -> dict[str, FileRecord]:
     for source, asset in job.assets:
         if asset.file not in job.rewritten:
             if what := json_problem(source, asset):
-                hint = "restore the file, or take it away"
+                hint = "restore the file, or remove it"
                 raise UnreadableError(f"{asset.source_file}: {what}", where=source.root, hint=hint)
             by_source.setdefault(id(source), (source, []))[1].append(asset)
     for source, assets in by_source.values():
@@ -314,7 +314,7 @@ def _asset_warnings(job: Job, asset: Asset, digest: str) -> Iterator[str]:
     found = changed_asset(job.opened, asset.source_file, f"not what {MANIFEST_NAME} recorded")
     if found.severity == "error":
         raise UnreadableError(f"{found.where} is {found.what}", where=job.opened.source.root, hint=found.hint)
-    yield f"{found.code}: {found.where}: {found.what}; carried along as it is"
+    yield f"{found.code}: {found.where}: {found.what}; copied unchanged"
 
 
 def conversion(
@@ -417,7 +417,7 @@ def _settle(job: Job, outcome: Outcome) -> None:
     chunks = (chunk for entry in (*job.source.tensors, *recorded_apart(job)) for chunk in firsts(entry))
     ledger.count_crcs(outcome.chunks_checked, sum(c.crc32 is not None and 0 not in c.box.sizes for c in chunks))
     slices = sum(chunk.crc32 is None and summed.covers(chunk.span) for entry, *_ in whole for chunk in firsts(entry))
-    ledger.missed["crcs", "they cover more than one tensor (`ckpt verify` holds them)"] += slices
+    ledger.missed["crcs", "they cover more than one tensor (`ckpt verify` checks them)"] += slices
     known = {e.fqn for e in opened.checkpoint.tensors if items or any(c.crc32 is not None for c in e.chunks)}
     taken = {name for _, name, _ in whole} | {job.names.get(e.fqn, e.fqn) for e in job.source.tensors}
     if records.keys() - taken:  # of what is left out, that which has the bytes of something else is read
@@ -439,10 +439,10 @@ def _check_result(sink: Sink, target: Checkpoint) -> None:
     expected = {(entry.fqn, entry.dtype.name, entry.shape) for entry in target.tensors}
     errors = [error for error in result.errors if error.code not in OF_SOURCE]
     if errors or found != expected:
-        what = errors[0].what if errors else "its tensors are not those of the plan"
+        what = errors[0].what if errors else "its tensors do not match the plan"
         where = errors[0].where if errors else None
         hint = "nothing was published; please report this with the output of `ckpt env`"
-        raise CkptError(f"what was written does not pass its own check: {what}", where=where, hint=hint)
+        raise CkptError(f"the written checkpoint failed its own check: {what}", where=where, hint=hint)
 
 
 def notes_of_parts(job: Job) -> list[str]:

@@ -48,7 +48,7 @@ _UNKNOWN = "perhaps parts of weights: config.json calls the model quantised, and
 STATE = "not the model's: no option casts optimizer state"  # Why a tensor is not cast
 _Names = Mapping[str, str]
 _Tensors = Sequence[TensorEntry]
-PART_NOTE = "one part of a step: scheduler, RNG and trainer state lie in the directory above, and stay there"
+PART_NOTE = "one part of a step: scheduler, RNG and trainer state are in the directory above, and are not copied"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -214,8 +214,8 @@ def notes_on(opened: Opened) -> list[str]:
     """Say what a user should know of the source: what is not carried along, and what had to be believed."""
     notes = []
     if opened.identity.whole == "part":
-        notes.append(f"a part of a model, taken as it is: {opened.identity.evidence[0]}")
-    notes += [f"not taken: {each.name} ({each.why})" for each in opened.candidates if not each.is_taken]
+        notes.append(f"a part of a model, used as it is: {opened.identity.evidence[0]}")
+    notes += [f"not used: {each.name} ({each.why})" for each in opened.candidates if not each.is_taken]
     if opened.left_out:
         left_out = first_few(opened.left_out, limit=4)
         notes.append(f"left out, as weights in another format or of another model: {left_out}")
@@ -232,16 +232,16 @@ def check_claims(job: Job) -> None:
     check_candidates(job.opened.candidates, job.opened.source.root)
     step = job.opened.step
     if step is not None and step.has_own and not job.parts:
-        what = f"{step.title} of {len(step.parts)} models, which this command would part"
-        hint = f"--from {job.opened.format.name} takes the one at the top alone"
+        what = f"{step.title} of {len(step.parts)} models, which this command would separate"
+        hint = f"--from {job.opened.format.name} reads only the one at the top"
         raise UnreadableError(what, where=job.opened.source.root, hint=hint)
     own = [job.names.get(entry.fqn, entry.fqn) for entry in job.target.tensors]
     if flat := [name for name in own if "flat_param" in name and origins_of([name])]:
         raise PartError(f"{FLAT}: {first_few(flat)}", where=job.opened.source.root, hint=FLAT_WAY)
     if flattened := sorted(job.opened.flattened.intersection(own)):
         raise UsageError(
-            f"{len(flattened)} tensors are flat ranges of blocks, and only the metadata that Megatron wrote with "
-            f"them says of what: {first_few(flattened)}",
+            f"{len(flattened)} tensors are flat ranges of blocks, and only Megatron's metadata beside "
+            f"them records their tensors: {first_few(flattened)}",
             where=job.opened.source.root,
             hint="leave them out: --exclude 'optimizer.**'",
         )
@@ -252,7 +252,7 @@ def check_claims(job: Job) -> None:
         found = source.size(asset.source_file)
         if found != asset.nbytes:
             what = f"the file has {found} bytes, {asset.nbytes} were recorded"
-            hint = f"restore it, or remove {MANIFEST_NAME} to go on without what it records"
+            hint = f"restore it, or remove {MANIFEST_NAME} to continue without its records"
             raise UnreadableError(what, where=os.path.join(source.root, asset.source_file), hint=hint)
     for blob in job.source.blobs:
         found = job.opened.source.size(blob.span.file)
@@ -274,14 +274,13 @@ def rewrite_assets(job: Job) -> None:
             restated = restate_dtype(read_document(source, asset.file, MAX_CONFIG_BYTES), wanted)
         except UnreadableError as error:
             job.notes.append(
-                f"{CONFIG_NAME} is carried along as it is, and may name another dtype than the weights have now: "
-                f"{error.what}"
+                f"{CONFIG_NAME} is copied unchanged, and may not name the dtype that the weights have now: {error.what}"
             )
             continue
         if restated is not None:
             job.rewritten = {**job.rewritten, asset.file: restated.text}
             before = " and ".join(map(repr, restated.before))
-            job.notes.append(f"{CONFIG_NAME} says {wanted.torch_name!r} where it said {before}: the weights were cast")
+            job.notes.append(f"{CONFIG_NAME} now has {wanted.torch_name!r}, not {before}: the weights were cast")
 
 
 def fingerprint(job: Job, metadata: bytes) -> str:

@@ -60,7 +60,7 @@ def convert_on_ray(
             ray.shutdown()
     published = next((result for result in results if result.published), None)
     if published is None:
-        raise CkptError("every part is done, and none has published", hint="run the same command again")
+        raise CkptError("every part is done, but none has published", hint="run the same command again")
     return replace(published, bytes_read=sum(result.bytes_read for result in results))
 
 

@@ -100,17 +100,17 @@ def _check_remote(job: Job) -> None:
     whole = f"write it to a disk, then copy it to {job.destination}"
     if job.overwrite:
         raise UsageError(
-            "a store cannot replace a checkpoint at once: the old one would be gone while the new one is written",
+            "a store cannot replace a checkpoint atomically: the old one would be gone while the new one is written",
             where=job.destination,
-            hint="write to a new prefix, and remove the old one when the new one is there",
+            hint="write to a new prefix, and remove the old one when the new one is complete",
         )
     if job.use_dtensor:
-        raise UsageError("--engine dtensor writes to this machine's disks", hint="use --engine stream")
+        raise UsageError("--engine dtensor only writes to this machine's disks", hint="use --engine stream")
     if job.parts:
-        what = f"a step of several checkpoints ({', '.join(job.parts)}) is written to this machine's disks"
+        what = f"a step of several checkpoints ({', '.join(job.parts)}) can only be written to this machine's disks"
         raise UsageError(what, where=job.destination, hint=f"convert each by itself, or {whole}")
     if job.edits or job.prepare is not None:
-        what = "a conversion that computes new values writes to this machine's disks"
+        what = "a conversion that computes new values can only write to this machine's disks"
         raise UsageError(what, where=job.destination, hint=whole)
 
 
@@ -124,7 +124,7 @@ def _write(job: Job, plans: Mapping[str, Plan], start: float, needed: int, *, is
     with kept_or_discarded(sink, is_part=is_part):
         sink.begin(fingerprint(job, marker))
         if sink.found_other:
-            job.notes.append("removed what an interrupted run with other arguments or of another source had left")
+            job.notes.append("removed the remains of an interrupted run with other arguments or another source")
         sink.check_space(needed)
         parts = _write_parts(job, plans, sink) if isinstance(sink, Staging) else {}
         assets = carry_assets(job, sink)
@@ -135,7 +135,7 @@ def _write(job: Job, plans: Mapping[str, Plan], start: float, needed: int, *, is
         read_apart(job, outcome)
         if outcome.bytes_kept:
             kept, total = format_size(outcome.bytes_kept), format_size(plan.read_bytes)
-            job.notes.append(f"continued an interrupted run: {kept} of {total} were there and are right")
+            job.notes.append(f"continued an interrupted run: {kept} of {total} were already written and are intact")
         return finish(job, start, sink, outcome, assets, marker, parts)
 
 
@@ -153,7 +153,7 @@ def _write_parts(job: Job, plans: Mapping[str, Plan], staging: Staging) -> dict[
         part.num_workers, part.progress = job.num_workers, job.progress
         if can_adopt(part.destination, num_workers=job.num_workers):
             part.notes.append("already written by an interrupted run, and verified")
-            part.not_checked = (*part.not_checked, f"whether the values of {name} are finite: nothing was read anew")
+            part.not_checked = (*part.not_checked, f"whether the values of {name} are finite: nothing was read again")
             done[name] = conversion(part, start, planned_files(part), read=0)
         else:
             done[name] = _write(part, {"": plans[name]}, start, 0, is_part=True)
@@ -378,7 +378,7 @@ def merge(job: Job, records: Sequence[ShareRecord]) -> Outcome:
         text = f"whether parts have read the same bytes of {unmatched} blocks; `ckpt verify` reads them again"
         job.not_checked = (*job.not_checked, text)
     if missing := [entry.fqn for entry in recorded_apart(job) if APART + entry.fqn not in outcome.source_digests]:
-        raise CkptError(f"no part has read {missing[0]!r} as a whole")
+        raise CkptError(f"no part has read {missing[0]!r} completely")
     return outcome
 
 
@@ -401,7 +401,7 @@ def run_share(job: Job, part: Part, start: float) -> Conversion:
         with kept_or_discarded(sink):
             sink.join(place.fingerprint, part.count)
             if sink.found_other:
-                job.notes.append("removed what an interrupted run of one process had left")
+                job.notes.append("removed the remains of an interrupted run of one process")
             if job.only_commit:
                 return commit(job, place, sink, start, read=0)
             if sink.goes_front_to_back and len(place.files) == 1 and place.shares[part.index]:
@@ -421,7 +421,7 @@ def check_can_be_cut(job: Job) -> None:
     if job.parts:
         problem = "several models, or a training step,", "leave out --part, or convert one model, without --for"
     elif job.edits or job.prepare is not None or job.accept is not None:
-        problem = "what computes new values", "leave out --part; cut what it writes afterwards"
+        problem = "a conversion that computes new values", "leave out --part; shard the result afterwards"
     elif job.use_dtensor:
         problem = "--engine dtensor", "use --engine stream"
     elif job.overwrite:
@@ -468,7 +468,7 @@ def _write_passes(job: Job, plan: Plan, place: Allotment, sink: SharedSink) -> i
         if not any(set(files) <= record.files.keys() and is_right(record, sink) for record in records)
     }
     if passes and not todo:
-        job.notes.append(f"part {place.part} is there already: nothing was read")
+        job.notes.append(f"part {place.part} is already complete: nothing was read")
     needed = [(file, job.target.files[file]) for files in todo.values() for file in files]
     sink.check_space(sum(nbytes for file, nbytes in needed if (sink.identity(file) or {}).get("nbytes") != nbytes))
     progress = job.progress(sum(nbytes for _, nbytes in needed)) if job.progress is not None and needed else None
@@ -483,7 +483,7 @@ def _write_passes(job: Job, plan: Plan, place: Allotment, sink: SharedSink) -> i
             read += read_apart(job, outcome, slice(place.turn, None, place.num_busy))
         if outcome.bytes_kept:
             kept = format_size(outcome.bytes_kept)
-            job.notes.append(f"continued an interrupted run: {kept} were there and are right")
+            job.notes.append(f"continued an interrupted run: {kept} were already written and are intact")
         there = {f: PartFile(identity=sink.identity(f) or {}, frames=outcome.frames.get(f)) for f in files}
         record = ShareRecord(
             fingerprint=place.fingerprint,
@@ -528,7 +528,7 @@ def make_inert(job: Job, *, keep: bool) -> None:
         target = format_of(job.target)
         if (target.loads_by_dcp or target.has_parts) and (needed := sorted(left.keys() & judge(job.opened).needed)):
             what = f"loading {needed[0]} could run {left[needed[0]]}, and the trainer does not resume without it"
-            hint = "--keep-pickles copies it; `ckpt gather`, or --for plain, takes the model alone"
+            hint = "--keep-pickles copies it; `ckpt gather`, or --for plain, writes only the model"
             raise UnreadableError(what, where=job.opened.source.root, hint=hint)
         job.notes.append(f"left out pickles and code: {first_few(told, 6)}; --keep-pickles copies them")
         job.assets = [(source, asset) for source, asset in job.assets if not found[asset.file]]

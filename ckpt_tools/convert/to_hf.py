@@ -45,7 +45,7 @@ def gathering_job(
     include, exclude = options.include, options.exclude
     stem, suffix = os.path.splitext(destination)
     if suffix in (".safetensors", *PICKLES):
-        what = f"the destination is a directory of files, its name should not end in {suffix}"
+        what = f"the destination becomes a directory, so its name should not end in {suffix}"
         raise UsageError(what, where=destination, hint=f"ckpt gather … {stem}")
     naming = Naming.of(options.names, options.map)
     notes = notes_on(opened)
@@ -60,8 +60,8 @@ def gathering_job(
             decided = ("to", "dtype", "dtype_for", "max_shard_size", "strip_prefix", "names", "include", "exclude")
             plainly = GatherOptions(options.source, options.destination)
             given = [name.replace("_", "-") for name in decided if getattr(options, name) != getattr(plainly, name)]
-            hint = f"leave out --{', --'.join(given)}" if given else "--like takes a model of safetensors files"
-            raise UsageError("--like decides on names, files and dtypes by itself", hint=hint)
+            hint = f"leave out --{', --'.join(given)}" if given else "--like needs a model in safetensors files"
+            raise UsageError("--like already sets names, files and dtypes", hint=hint)
         model, names = model_in(opened, strip, notes)
         return _restore(
             *(opened, model, names, like.origin, destination), *(companions, notes, naming), is_reference=True
@@ -236,14 +236,14 @@ def _same_keys(wanted: Mapping[str, TensorEntry], found: Mapping[str, TensorEntr
         return
     parts = []
     if missing:
-        parts.append(f"lacks {counted(len(missing), 'tensor')} of the reference ({first_few(missing)})")
+        parts.append(f"does not have {counted(len(missing), 'tensor')} of the reference ({first_few(missing)})")
     if extra:
         parts.append(f"has {len(extra)} that the reference does not have ({first_few(extra)})")
     owners = origins_of(extra)
     if owners:
         parts[-1] += f", names that are {owners[0].what}"
     hint = "is it one of this model? `ckpt diff --keys-only` lists the names; --assets REF keeps the source's own"
-    hint = hint if is_reference else f"remove {MANIFEST_NAME}, which remembers that, to write what is there"
+    hint = hint if is_reference else f"remove {MANIFEST_NAME}, which records the reference, to write what is there"
     raise UsageError("the checkpoint " + " and ".join(parts), hint=hint)
 
 

@@ -49,7 +49,7 @@ def find_layout(opened: Opened, checkpoint: Checkpoint, options: MeshOptions, so
         raise UsageError("no mesh is given", hint="add for example --mesh dp_shard=8")
     mesh = parse_mesh(mesh, world_size=options.world_size)
     if options.assets is not None and options.tp_plan is None:
-        raise UsageError("--assets has the config.json for --tp-plan, which is not given", hint="add --tp-plan auto")
+        raise UsageError("--assets only provides the config.json for --tp-plan, not given", hint="add --tp-plan auto")
     if options.tp_plan is not None:
         if options.tp_plan != "auto":
             raise UsageError(f"{options.tp_plan!r} is not a plan", hint="--tp-plan takes auto")
@@ -71,7 +71,7 @@ def _notes(layout: Layout) -> Iterator[str]:
     if layout.kept_whole:
         axes = "×".join(dict.fromkeys(axis for found in layout.kept_whole.values() for axis in found))
         names = first_few(list(layout.kept_whole), 4)
-        yield f"whole on {axes}, which does not divide them (--tp-uneven replicate): {names}"
+        yield f"replicated on {axes}, which does not divide them (--tp-uneven replicate): {names}"
 
 
 def _warnings(layout: Layout) -> Iterator[str]:
@@ -83,7 +83,7 @@ def _warnings(layout: Layout) -> Iterator[str]:
     size, is_cut = layout.mesh.size("tp"), any(isinstance(p.get("tp"), Shard) for p in layout.placements.values())
     if size > 1 and not is_cut:
         text = f"nothing is cut along tp: each of its {size} ranks has every tensor as if there were no tp"
-        yield f"{text}. --tp-plan auto cuts as the model's own plan says; --set and --rules as you say"
+        yield f"{text}. --tp-plan auto cuts by the model's own plan; --set and --rules by yours"
     elif layout.packed:
         names = first_few(list(layout.packed), 4)
         yield (
@@ -253,7 +253,7 @@ def resharding_job(opened: Opened, options: ConvertOptions, naming: Naming) -> J
         opened = replace(opened, checkpoint=chosen, origin=None)
     named, root = name_again(opened, naming, notes)
     if opened.companions:  # of a step that the result is not
-        notes.append(f"left out what lies beside the weights: {first_few([asset.file for asset in opened.companions])}")
+        notes.append(f"left out the files beside the weights: {first_few([asset.file for asset in opened.companions])}")
         opened = replace(opened, companions=())
     job = sharding_job(opened, replace(options, include=(), exclude=()), named=named, root=root)
     job.notes += notes

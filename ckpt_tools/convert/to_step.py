@@ -55,9 +55,9 @@ def layout_for(trainer: TrainerName, *, names: str, prefix: str, source: str) ->
         raise UsageError(what, hint=layout.instead.format(source=source) if layout.instead else None)
     own = "live" if layout.names == "auto" and layout.prefix else layout.names
     if own != "auto" and names not in ("auto", own):
-        raise UsageError(f"--for {trainer} writes --names {own}, and --names {names} is given", hint="leave out one")
+        raise UsageError(f"--for {trainer} writes --names {own}, but --names {names} is given", hint="leave out one")
     if prefix and not prefix.startswith(layout.prefix):
-        what = f"--for {trainer} puts {layout.prefix!r} in front of every name, and --prefix {prefix} is given"
+        what = f"--for {trainer} adds the prefix {layout.prefix!r} to every name, but --prefix {prefix} is given"
         raise UsageError(what, hint="leave out one")
     return replace(layout, names=layout.names if names == "auto" else names, prefix=prefix or layout.prefix)
 
@@ -68,7 +68,7 @@ def starting_job(job: Job, layout: TrainerLayout) -> Job:
     if not layout.part:
         return job
     if job.use_dtensor:
-        what = "--engine dtensor writes a DCP directory alone"
+        what = "--engine dtensor only writes a DCP directory"
         raise UsageError(what, hint=f"use --engine stream, or write into {layout.part}/")
     outer = outer_job(job.opened, job.destination, {layout.part: job}, job.mesh)
     outer.notes, job.notes = job.notes, []
@@ -124,7 +124,7 @@ def _refuse(verdict: StepVerdict, path: str) -> None:
     """Refuse to write a step that would not resume as the trainer meant."""
     for reason in (each for each in verdict.reasons if each.is_sure):
         what = f"{reason.file}: {reason.what}; {reason.does}"
-        raise UnreadableError(what, where=path, hint="restore it; `ckpt gather`, or --for plain, takes the model alone")
+        raise UnreadableError(what, where=path, hint="restore it; `ckpt gather`, or --for plain, writes only the model")
 
 
 def repository_job(step: OpenedStep, options: ConvertOptions | GatherOptions, build: Callable[[Opened], Job]) -> Job:
@@ -134,7 +134,7 @@ def repository_job(step: OpenedStep, options: ConvertOptions | GatherOptions, bu
         raise error
     if step.step.lacking:
         what = f"{step.step.title} without the weights of {first_few(step.step.lacking, 6)}"
-        raise UnreadableError(what, where=path, hint=f"restore them, or take one model: {_give(step)}")
+        raise UnreadableError(what, where=path, hint=f"restore them, or choose one model: {_give(step)}")
     into_files = step.step.trainer == "files" and isinstance(options, GatherOptions)
     _refuse_options(step, options, (*_OF_ONE_MODEL, *(_OF_FILES if into_files else ())))
     jobs: dict[str, Job] = {part.name: build(opened) for part, opened in step.parts}
@@ -168,7 +168,7 @@ def _files_job(step: OpenedStep, jobs: Mapping[str, Job], destination: str) -> J
         inside = partial(os.path.join, "" if part.directory == file else part.directory)
         if both := outer.names.keys() & job.names.keys():
             what = f"two models have a tensor of this name: {first_few(both)}"
-            raise UsageError(what, where=step.root.source.root, hint=f"take one: {_give(step)}")
+            raise UsageError(what, where=step.root.source.root, hint=f"choose one: {_give(step)}")
         checkpoint, outer.source = _join(checkpoint, model.checkpoint, inside), _join(outer.source, job.source, inside)
         outer.target = _join(outer.target, target, dict.fromkeys(target.files, file).__getitem__)
         outer.heads = {**outer.heads, file: next(iter(heads.values()))}
@@ -197,7 +197,7 @@ def _refuse_options(step: OpenedStep, options: ConvertOptions | GatherOptions, f
     """Refuse options that are for one checkpoint."""
     for flag in given_flags(options, fields):
         what = f"{flag} applies to one checkpoint; this is {step.step.title} of {len(step.parts)}"
-        raise UsageError(what, where=step.root.source.root, hint=f"take one: {_give(step)}")
+        raise UsageError(what, where=step.root.source.root, hint=f"choose one: {_give(step)}")
 
 
 def given_flags(options: ConvertOptions | GatherOptions, fields: Sequence[str]) -> Iterator[str]:
@@ -230,14 +230,14 @@ def converted_job(opened: Opened, options: ConvertOptions, naming: Naming, train
     if trainer is None or (trainer == own and not options.prefix):
         for error in opened.broken:
             hint = f"{error.hint or 'restore it'}; for the model alone, move the optimizer's files away"
-            raise UnreadableError(f"the optimizer's state is not whole: {error.what}", where=error.where, hint=hint)
+            raise UnreadableError(f"the optimizer's state is incomplete: {error.what}", where=error.where, hint=hint)
         if opened.format.loads_by_dcp:
             _refuse(verdict, opened.source.root)
         job = resharding_job(opened, options, naming)
         job.notes += _notes_on_loader(opened, job.mesh)
         return job
     if naming.own:
-        raise UsageError(f"--map brings names of its own, and --for {trainer} those of {trainer}", hint="leave out one")
+        raise UsageError(f"--map sets the names, but --for {trainer} needs those of {trainer}", hint="leave out one")
     gathered = f"OUT, after `ckpt gather {opened.source.root} OUT`"
     layout = layout_for(trainer, names=naming.names, prefix=options.prefix, source=gathered)
     opened = revealed(opened)
@@ -274,7 +274,7 @@ def _warn_of_names(model: Checkpoint, trainer: TrainerName) -> Iterator[str]:
     """Say that a model of transformers does not have these names, when they are certainly another library's."""
     owners = [owner for owner in origins_of([entry.fqn for entry in model.tensors]) if owner.code in _OTHER_LIBRARIES]
     if owners and TRAINERS[trainer].prefix:
-        yield f"the names are {owners[0].what}, and stay: a model of transformers does not load them"
+        yield f"the names are {owners[0].what}, and are kept: transformers models do not load them"
 
 
 def _notes_on_rest(opened: Opened, model: Checkpoint) -> Iterator[str]:

@@ -33,7 +33,7 @@ class ConfigRecipe(Recipe):
         self.where = where
         if self._values.get("quantization_config") is not None:
             what = "the checkpoint is quantised, and its weights cannot be trained as they are"
-            raise UsageError(what, where=self.where, hint="start from the checkpoint that it was made of")
+            raise UsageError(what, where=self.where, hint="start from the checkpoint that it was made from")
         self.title = self._find_class(otherwise or USE_FACTORY)
 
     @abstractmethod
@@ -61,7 +61,7 @@ class ConfigRecipe(Recipe):
             found = refusal(error, self.title, self.where)
             if self.is_cut and not isinstance(found, RefusedConfigError):
                 found.what = (
-                    f"ckpt cut the model down to what fits here, and its class does not take that: {found.what}"
+                    f"ckpt cut the model down to what fits here, and its class does not support that: {found.what}"
                 )
                 found.hint = "pass a smaller config as --model, or run where there is more memory"
             raise found from error
@@ -129,9 +129,9 @@ def stopped(error: Exception, title: str, where: str) -> UsageError | None:
     """Return what it means when the sandbox or limits made a model's class raise; None when they have no part in it."""
     text = str(error).strip().partition("\n")[0]
     if isinstance(error, MemoryError) or "can't allocate memory" in text or "bad_alloc" in text:
-        return UsageError(f"building a {title} takes more memory than it may: {text or 'MemoryError'}", where=where)
+        return UsageError(f"building a {title} needs more memory than allowed: {text or 'MemoryError'}", where=where)
     if isinstance(error, OSError) or "Permission denied" in text:
-        what = f"building a {title} as the config says reaches for files or hosts: {text}: refused"
+        what = f"building a {title} from the config needs files or hosts, which ckpt refuses: {text}"
         return RefusedConfigError(what, where=where, hint=HINT)
     return None
 

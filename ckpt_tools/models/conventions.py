@@ -57,8 +57,8 @@ def agreed(known: Sequence[Convention], tensors: Mapping[str, Mosaic], config: _
     first, *others = (convention.key_map.backward(tensors, config) for convention in known)
     if any(other.mosaics != first.mosaics or other.aliases != first.aliases for other in others):
         names = [convention.name for convention in known]
-        what = f"these are names of {' and of '.join(names)}, which mean different tensors by them"
-        raise UnclearNamesError(what, hint=f"say whose they are: --names {' or --names '.join(names)}")
+        what = f"these are names of {' and of '.join(names)}, for different tensors"
+        raise UnclearNamesError(what, hint=f"choose one: --names {' or --names '.join(names)}")
     return first
 
 
@@ -66,13 +66,13 @@ def refuse_lost(lost: Sequence[str], *, where: str) -> None:
     """Refuse what the hub has no place for: without it, the model may compute something else."""
     if lost:
         glob = shlex.quote("**" + re.sub(r"\d+", "*", lost[0]))
-        what = f"the hub has no place for {first_few(lost)}: without, the model may not compute what was trained"
+        what = f"the hub has no place for {first_few(lost)}: without it, the model may not compute what was trained"
         raise UnclearNamesError(what, where=where, hint=f"leave it out where it does not matter: --exclude {glob}")
 
 
 _OTHERWISE = {
-    "apply_layernorm_1p": "weights of norms are stored less 1",
-    "layernorm_zero_centered_gamma": "weights of norms are stored less 1",
+    "apply_layernorm_1p": "weights of norms are stored minus 1",
+    "layernorm_zero_centered_gamma": "weights of norms are stored minus 1",
     "rotary_interleaved": "rows of queries and keys are in another order",
     "attention_output_gate": "rows of gates lie between those of queries and keys",
 }
@@ -125,5 +125,5 @@ def named_by(key_map: KeyMap, hub: Mapping[str, Mosaic], architecture: str, conf
     found = key_map.forward(form, config)
     held = NameMatch() if expected is None else match_names(hub, expected, config)
     if lacking := [*held.missing, *held.incomplete]:
-        raise UsageError(f"a {architecture} has tensors that the file has not: {first_few(lacking, 4)}")
+        raise UsageError(f"a {architecture} has tensors that are not in the file: {first_few(lacking, 4)}")
     return found, digest

@@ -58,7 +58,7 @@ class HfRecipe(ConfigRecipe):
             batch["pixel_values"] = _draw_pixels(config, self.where, otherwise)
         else:
             takes = ", ".join(list(names)[1:4])
-            what = f"no batch is known for a {self.title}, whose forward takes {takes}, …"
+            what = f"ckpt cannot make a batch for a {self.title}, whose forward takes {takes}, …"
             raise UsageError(what, where=self.where, hint=self._otherwise or FEEDS_ITSELF)
         if "labels" in names and (labels := _draw_labels(self.title, config, batch)) is not None:
             batch["labels"] = labels
@@ -76,7 +76,7 @@ class HfRecipe(ConfigRecipe):
             notes.append("the batch is text only: parts that take images or sound are loaded and saved, but not run")
         dropped = {key for part in nested(self._values) for key in part if LAYERDROP.fullmatch(key) and part[key]}
         if dropped and self.keeps_dropout:
-            what = "ranks that skip different layers would wait for each other for ever"
+            what = "ranks that skip different layers would wait for each other forever"
             notes.append(f"{first_few(sorted(dropped))} is off: under FSDP, {what}")
         return tuple(notes)
 
@@ -105,7 +105,7 @@ def _find_classes(config: Mapping[str, Any], where: str, otherwise: str) -> tupl
     found = getattr(transformers, names[0], None)
     # The name comes from a file: only a model class may be called.
     if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)) or found.config_class is None:
-        custom = " (it brings code of its own, which is not run)" if "auto_map" in config else ""
+        custom = " (it has its own code, which ckpt does not run)" if "auto_map" in config else ""
         what = f"transformers {transformers.__version__} has no model class {names[0]}{custom}"
         raise UsageError(what, where=where, hint=otherwise)
     return found, found.config_class
@@ -156,7 +156,7 @@ def _draw_pixels(config: Any, where: str, otherwise: str) -> torch.Tensor:  # no
     if isinstance(size, int):
         size = (size, size)
     if not isinstance(size, (list, tuple)) or len(size) != 2:
-        raise UsageError("the config does not say how large an image is", where=where, hint=otherwise)
+        raise UsageError("the config does not record the image size", where=where, hint=otherwise)
     return torch.randn(BATCH_SIZE, getattr(config, "num_channels", 3), *size)
 
 

@@ -40,5 +40,5 @@ def reconsider(opened: Opened) -> Opened:
     found = expected_for(identity.architecture, config, lambda one: match_names(names, one, config).is_whole)
     if found is None or not found.is_proven or not match_names(names, found, config).is_whole:
         return opened
-    why = f"every weight of this {identity.architecture} is here, says {found.by}"
+    why = f"every weight of this {identity.architecture} is here, according to {found.by}"
     return replace(opened, identity=replace(identity, whole="yes", evidence=(why,), by_names=False))

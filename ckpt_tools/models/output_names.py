@@ -91,7 +91,7 @@ class Naming:
         if path is None:
             return cls(names=names)
         if names != "auto":
-            raise UsageError("--map brings names of its own", hint=f"leave out --names {names}")
+            raise UsageError("--map sets the names itself", hint=f"leave out --names {names}")
         where = os.fspath(path)
         content = read_named_file(where, what="the map", max_bytes=_MAX_MAP_BYTES, refusal=UsageError)
         try:
@@ -109,7 +109,7 @@ def name_live(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve
     plain = Named.as_it_is(checkpoint)
     names = naming.names
     if names == "hub":
-        said = "names of the file: not known to be the hub's, as --names hub has it"
+        said = "names of the file: not known to be the hub's, as --names hub requires"
         return plain if _is_hub(checkpoint, assets) else replace(plain, note=said)
     try:
         known, found = _forward(checkpoint.tensors, assets, naming)
@@ -145,7 +145,7 @@ def name_hub(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve:
             raise UsageError(what, where=error.where or checkpoint.root, hint=hint) from error
         if naming.own or (naming.names == "hub" and not _is_hub(checkpoint, assets)):
             what = error.what if naming.own else f"--names hub: {error.what}"
-            hint = _WHOLE_MAP if naming.own else "--names live writes the names that are there"
+            hint = _WHOLE_MAP if naming.own else "--names live writes the existing names"
             raise UsageError(what, where=error.where or checkpoint.root, hint=hint) from error
         return plain
     if checkpoint.mesh is None and not format_of(checkpoint).keeps_order:
@@ -229,7 +229,7 @@ def name_back(
     known, found = _forward(headers, assets, wanted)
     if recorded is not None and recorded != known:
         raise UsageError(
-            f"the names were made by another map than the one that ckpt has for {known.architecture} now",
+            f"the names were made by a different map from the one that ckpt now has for {known.architecture}",
             hint=f"gather with the ckpt that wrote it ({MANIFEST_NAME} says which), or remove {MANIFEST_NAME} to go on "
             "without the original files' names",
         )
@@ -278,7 +278,7 @@ def _forward(tensors: Iterable[TensorEntry], assets: AssetList, naming: Naming) 
     hub = _whole(tensors)
     expected = _expected(claim, lambda one: match_names(hub, one, claim.config).is_whole)
     if claim.config.get("quantization_config") is not None:
-        raise UsageError("the model is quantised, and what its tensors are in memory is its quantiser's to say")
+        raise UsageError("the model is quantised, and only its quantiser determines its tensors in memory")
     known = TensorMap(names="live", architecture=claim.architecture, digest=expected.digest, by=expected.by)
     return known, to_live(hub, expected, claim.config)
 

@@ -120,7 +120,7 @@ class ModuleRecipe(Recipe):
         vocabulary = _vocabulary(model)
         if vocabulary is None:
             hint = "give the model a method example_batch(batch_size, seq_len) that returns a dict of tensors"
-            raise UsageError("nothing says what the model's forward takes", where=self.title, hint=hint)
+            raise UsageError("the inputs of the model's forward are not known", where=self.title, hint=hint)
         tokens = torch.randint(0, vocabulary, (BATCH_SIZE, SEQ_LEN))
         takes_labels = "labels" in inspect.signature(model.forward).parameters
         return {"input_ids": tokens} | ({"labels": tokens.clone()} if takes_labels else {})
@@ -206,7 +206,7 @@ def find_loss(output: object, named: str | None = None) -> str | None:
     return None
 
 
-_SAY_WHICH = 'say which one is the loss: --loss NAME (a position, a key, "losses.total"), or fsdp_loss on the model'
+_SAY_WHICH = 'choose the loss: --loss NAME (a position, a key, "losses.total"), or fsdp_loss on the model'
 
 
 def _part(value: object, path: str) -> object:

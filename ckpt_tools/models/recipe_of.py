@@ -242,7 +242,7 @@ class DiffusersRecipe(ConfigRecipe):
         """Draw what forward takes, on the default device."""
         found = draw(self._class, model, wanted)
         if isinstance(found, str):
-            what = f"no batch is known for a {self.title}: its forward needs {found}"
+            what = f"ckpt cannot make a batch for a {self.title}: its forward needs {found}"
             raise UsageError(what, where=self.where, hint=self._otherwise or FEEDS_ITSELF)
         return found
 

@@ -61,7 +61,7 @@ class BuildClaim:
         except (ValueError, TypeError, KeyError, RecursionError):
             is_one = False
         if not is_one:
-            what = "what several processes had begun here cannot be recognised"
+            what = "an unfinished write by several processes here cannot be identified"
             raise StorageError(what, where=where, hint="remove the directory if nothing in it is needed")
         return claim
 

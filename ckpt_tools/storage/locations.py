@@ -87,7 +87,7 @@ def local(path: str) -> str:
     rest = path[len("file://") :]
     rest = rest.removeprefix("localhost") if rest.startswith("localhost/") else rest
     if not rest.startswith("/"):
-        raise UsageError("file:// is followed by an absolute path", where=path, hint="file:///data/model, or its path")
+        raise UsageError("file:// needs an absolute path", where=path, hint="file:///data/model, or its path")
     return _snapshot(rest)
 
 
@@ -215,7 +215,7 @@ def open_sink(destination: str, *, overwrite: bool) -> Sink:
 
 def _module(scheme: str, table: Mapping[str, str], path: str, verb: str) -> object:
     if scheme not in table:
-        known = ", ".join(f"{each}://" for each in sorted(table)) or "this machine's paths alone"
+        known = ", ".join(f"{each}://" for each in sorted(table)) or "only paths on this machine"
         hint = "write to a disk or a store, then `ckpt push`" if scheme == "hf" and verb == "writes" else None
         raise UsageError(f"ckpt {verb} {known}, not {scheme}://", where=path, hint=hint)
     return import_module(f"ckpt_tools.storage.remote.{table[scheme]}")

@@ -267,7 +267,7 @@ def under_way(destination: str) -> UnreadableError | None:
         return None
     done = len({name.split("-of-")[0] for name in names if name.startswith(RECORD_PREFIX)})
     what = f"no checkpoint: a write is not finished ({done} of {claim.describe()})"
-    hint = f"run the same command with --part I/{claim.num_parts} for those that are missing: any part names them"
+    hint = f"run the same command with --part I/{claim.num_parts} for the missing parts: any part lists them"
     return UnreadableError(what, where=destination, hint=hint)
 
 

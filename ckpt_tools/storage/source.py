@@ -68,7 +68,7 @@ def _check_regular(status: os.stat_result, what: str, path: str, refusal: type[C
     if not stat.S_ISREG(status.st_mode):
         found = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         if found == "a pipe" and hint is None:
-            hint = "write it into a file first, and name that"
+            hint = "write it to a file first, and pass that"
         raise refusal(f"expected {what}, found {found}", where=path, hint=hint)
 
 

@@ -339,7 +339,7 @@ class Staging(Sink):
     def _failed(self, verb: str, file: str, error: OSError) -> StorageError:
         hint = None
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            hint = "free some space there, or choose another destination; --dry-run says how much is needed"
+            hint = "free some space there, or choose another destination; --dry-run shows how much is needed"
         if error.errno in (errno.EMFILE, errno.ENFILE):
             hint = OPEN_FILES_HINT
         what = f"cannot {verb}: {error.strerror or error}"
@@ -349,7 +349,7 @@ class Staging(Sink):
 def check_destination(destination: str, *, overwrite: bool) -> None:
     """Raise unless `destination` can be created (or, with `overwrite`, replaced)."""
     if "://" in destination:
-        what = "this is written to this machine's disks alone"
+        what = "this can only be written to this machine's disks"
         raise UsageError(what, where=destination, hint="write it to a disk, then copy it")
     parent = publish.nearest_parent(destination)
     if not os.path.isdir(parent):

@@ -55,11 +55,11 @@ def find_part(environ: Mapping[str, str], parts: str) -> Part | None:
     if pair is None:
         wanted = " or ".join(" and ".join(pair) for pair in pairs)
         what = f"--parts {starter} needs {wanted} in the environment"
-        raise UsageError(what, hint="start it by that, or say which part this is: --part I/N")
+        raise UsageError(what, hint="start it that way, or set the part: --part I/N")
     index, count = (environ[name] for name in pair)
     first = environ.get(_FIRST.get(pair[0], ""), "0")
     if not all(map(_is_number, (index, count, first))) or not 0 <= int(index) - int(first) < int(count) <= MAX_PARTS:
-        hint = "number the array from 0 or 1 in steps of 1" if first != "0" else "say which part this is: --part I/N"
+        hint = "number the array from 0 or 1 in steps of 1" if first != "0" else "set the part: --part I/N"
         raise UsageError(f"{pair[0]}={index} and {pair[1]}={count} are not an index and a count", hint=hint)
     found = Part(index=int(index) - int(first), count=int(count))
     return found if found.count > 1 else None

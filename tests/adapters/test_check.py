@@ -251,7 +251,7 @@ def test_comfyui_leaves_out_peft_names_of_a_unet_and_peft_magnitudes() -> None:
     [
         ({"use_dora": True}, {}, "DoRA"),
         ({"peft_type": "LOHA"}, {}, "LOHA"),
-        ({"lora_alpha": "REMOVED"}, {}, "lacks lora_alpha"),
+        ({"lora_alpha": "REMOVED"}, {}, "has no lora_alpha"),
         ({"r": 1024}, {}, "the maximum is 512"),
         ({"bias": "all"}, {}, "bias is 'all'"),
         ({"bias": None}, {}, "bias is None"),
@@ -260,7 +260,7 @@ def test_comfyui_leaves_out_peft_names_of_a_unet_and_peft_magnitudes() -> None:
         ({"init_lora_weights": "pissa_niter_4"}, {}, "init_lora_weights is 'pissa_niter_4'"),
         ({"alora_invocation_tokens": [1, 2]}, {}, "aLoRA"),
         ({"layer_replication": [[0, 1]]}, {}, "layer_replication"),
-        ({"lora_alpha": None}, {}, "lora_alpha is None"),
+        ({"lora_alpha": None}, {}, "lora_alpha must be a number, got None"),
         ({}, {"lora_B.weight": "lora_B.bias"}, "unsupported LoRA weight"),
         ({}, {"lora_A.weight": "lora_A.default.weight"}, "unsupported LoRA weight"),
     ],

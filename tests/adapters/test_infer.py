@@ -163,11 +163,11 @@ def test_task_type_comes_from_the_base_s_architecture(tmp_path):
             "num_cayley_neumann_terms, peft_version, eps", "--config eps=VALUE",
         ),
         ({f"{ROOT}q.oft_R.weight": torch.randn(1, 6)}, {}, "block_share", "--config block_share=true|false"),
-        ({f"{ROOT}q.oft_R.weight": torch.randn(2, 7)}, {}, "no rotations of any block size", None),
+        ({f"{ROOT}q.oft_R.weight": torch.randn(2, 7)}, {}, "fits no block size", None),
         ({f"{ROOT}q.oft_R.weight": torch.randn(2, 6)}, {"alpha": 8}, "--alpha needs a LoRA", None),
         (
             pairs({"a.q": 4}) | {f"{ROOT}b.hada_w{i}_{s}": torch.randn(4, 4) for i in "12" for s in "ab"},
-            {"alpha": 8}, "an adapter of PEFT has one type, but here are loha and lora", "one by one",
+            {"alpha": 8}, "a PEFT adapter has one type, but this one has loha and lora", "one by one",
         ),
         (
             {f"{ROOT}q.lokr_w1": torch.randn(2, 2), f"{ROOT}q.lokr_w2": torch.randn(4, 4)}, {"alpha": 8},
@@ -199,7 +199,7 @@ def test_what_cannot_be_inferred_is_asked_for_or_refused(tmp_path, tensors, opti
 def test_full_differences_are_not_peft_s(tmp_path):
     path = write({"lycoris_q.diff": torch.randn(6, 8)}, tmp_path / "a.safetensors")
     base = base_of(tmp_path, "q.weight")
-    with pytest.raises(UsageError, match="PEFT has no form for full differences"):
+    with pytest.raises(UsageError, match="PEFT has no format for full difference"):
         api.export_lora(path, tmp_path / "out", base=base)
 
 

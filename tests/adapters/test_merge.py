@@ -520,7 +520,7 @@ def test_modules_with_zero_factors_beside_others_are_said(tmp_path):
     factors["x.lora_B.weight"].zero_()
     adapter = write_adapter(tmp_path / "adapter", factors)
     result = api.merge_lora(base, adapter, tmp_path / "out")
-    assert any("1 of 2 tensors get no change" in note for note in result.notes)
+    assert any("1 of 2 tensors do not change" in note for note in result.notes)
 
 
 def test_tied_head_is_explained(tmp_path):
@@ -610,7 +610,7 @@ def test_interrupted_merge_of_something_else_is_not_continued(tmp_path, change):
         save_file(factors, adapter / "adapter_model.safetensors")
     result = api.merge_lora(base, adapter, tmp_path / "out", scale=scale)
     assert not any("continued" in note for note in result.notes)
-    assert any("removed what an interrupted run" in note for note in result.notes)
+    assert any("removed the remains of an interrupted run" in note for note in result.notes)
     api.merge_lora(base, adapter, tmp_path / "whole", scale=scale)
     assert (tmp_path / "whole" / "model.safetensors").read_bytes() == (
         tmp_path / "out" / "model.safetensors"

@@ -55,7 +55,7 @@ def test_merge_writes_the_config_and_the_files_of_its_plan(
     result = api.merge_lora(source, adapter, out, dtype=dtype)
     wanted = CONFIG.replace(b"float32", b"bfloat16") if dtype == "bf16" else CONFIG
     assert (out / "config.json").read_bytes() == wanted
-    said = "config.json says 'bfloat16' where it said 'float32': the weights were cast"
+    said = "config.json now has 'bfloat16', not 'float32': the weights were cast"
     assert (said in result.notes) == (said in planned.notes) == (dtype == "bf16")
     assert dict(result.files) == sizes_of(out)
     assert [name for name, _ in planned.files] == [name for name, _ in result.files]

@@ -163,9 +163,9 @@ def test_what_has_no_sum_is_refused(tmp_path):
         ({"density": 0.5}, "does not use"),
         ({"weights": "1"}, "1 numbers for 2"),
         ({"weights": "1,x"}, "must be numbers"),
-        ({"weights": [0, 0]}, "leaves nothing"),
-        ({"weights": "1,nan"}, "is no number"),
-        ({"scale": 2.0}, "for one adapter"),
+        ({"weights": [0, 0]}, "adds nothing"),
+        ({"weights": "1,nan"}, "is not a number"),
+        ({"scale": 2.0}, "applies to a single adapter"),
         ({"combine": "linear"}, "needs one rank"),
     ],
 )

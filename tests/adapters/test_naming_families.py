@@ -98,7 +98,7 @@ def test_lokr_of_full_factors_is_refused_or_approximated_with_its_error() -> Non
         (module(f"{ATTN}.proj", "oft", R=torch.ones(4, 28)), "kohya", "no name for R"),
         (module(f"{ATTN}.qkv", "oft", blocks=torch.ones(4, 24, 24)), "diffusers", "split"),
         (module("text_encoder_2.encoder.block.0.layer.0.SelfAttention.q", "lora", A=randn(2, 8), B=randn(8, 2)),
-         "diffusers", "loads no adapter of text_encoder_2"),
+         "diffusers", "does not load adapters of text_encoder_2"),
         (module(f"{ATTN}.proj", "lora", alpha=None, A=randn(2, 32), B=randn(32, 2)), "diffusers", "alpha"),
         (module(f"{ATTN}.proj", "lora", A=randn(2, 32), B=randn(32, 2), magnitude=torch.ones(1, 32)),
          "diffusers", "one per column"),
@@ -276,7 +276,7 @@ def test_merge_is_lycoris_own(trained, tmp_path):
 
 def test_what_is_no_sum_is_no_lora(trained, tmp_path):
     adapter, base, _ = trained
-    with pytest.raises(UsageError, match="PEFT has no form for GLoRAs"):
+    with pytest.raises(UsageError, match="PEFT has no format for GLoRA"):
         export_lora(adapter, tmp_path / "out", base=base)
     with pytest.raises(UsageError, match="cannot be scaled"):
         merge_lora(base, adapter, tmp_path / "out", scale=0.5)

@@ -190,7 +190,7 @@ def test_names_of_a_file_that_comfyui_loads_pass_through(tmp_path):
     save_file(factors, tmp_path / "lora.safetensors")
     options = {"to": "comfyui", "alpha": 8, "base": tmp_path / "base.safetensors"}
     result = api.export_lora(tmp_path / "lora.safetensors", tmp_path / "own", **options)
-    assert any("no loader has proven" in note for note in result.conversion.notes)
+    assert any("tested with no loader" in note for note in result.conversion.notes)
     written = load_file(tmp_path / "own" / result.conversion.files[0][0])
     assert {name.removesuffix(".alpha") for name in written if name.endswith("alpha")} == {
         f"diffusion_model.{path}" for path in paths
@@ -323,9 +323,9 @@ def test_a_file_made_for_comfyui_is_not_taken_for_lycoris_own(dora, tmp_path):
     root, _ = dora
     api.export_lora(root / "dcp", tmp_path / "out", to="comfyui", alpha=6, base=root / "base")
     for target in ("peft", "kohya", "diffusers"):
-        with pytest.raises(UsageError, match="made its dora_scale for ComfyUI"):
+        with pytest.raises(UsageError, match="wrote its dora_scale for ComfyUI"):
             api.export_lora(tmp_path / "out", tmp_path / "again", to=target)
-    with pytest.raises(UsageError, match="made its dora_scale for ComfyUI"):
+    with pytest.raises(UsageError, match="wrote its dora_scale for ComfyUI"):
         api.merge_lora(root / "base", tmp_path / "out", tmp_path / "merged")
 
 

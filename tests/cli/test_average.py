@@ -89,7 +89,7 @@ def test_average_is_the_definition_bit_for_bit(tmp_path, three, options, steps) 
         result = average(paths, str(tmp_path / "out"), num_workers=3, **options)
         assert verify(str(tmp_path / "out")).ok
     same(tmp_path / "out" / "model.safetensors", oracle(models, steps, torch.bfloat16 if "dtype" in options else None))
-    assert "numbers that are not averaged are those of the last: model.layers.0.bn.num_batches_tracked" in result.notes
+    assert "numbers that are not averaged, taken from the last: model.layers.0.bn.num_batches_tracked" in result.notes
     assert result.bytes_read == 3 * sum(t.numel() * t.element_size() for t in models[0].values())
 
 
@@ -148,10 +148,13 @@ def test_optimizer_state_of_a_step_is_left_out(tmp_path) -> None:
         (lambda m: m.update(more=torch.ones(2)), "1 are not in the first: more"),
         (
             lambda m: m.update({"model.mask": torch.ones(4, dtype=torch.bool)}),
-            r"'model.mask' is BOOL \[4\], and BOOL \[3\] in the first",
+            r"'model.mask' is BOOL \[4\], but BOOL \[3\] in the first",
         ),
-        (lambda m: m.update({"model.embed_tokens.weight": torch.ones(64, 48)}), r"is F32 \[64, 48\], and BF16"),
-        (lambda m: m.update({"model.mask": torch.tensor([True] * 3)}), "'model.mask' of BOOL has no average, and diff"),
+        (lambda m: m.update({"model.embed_tokens.weight": torch.ones(64, 48)}), r"is F32 \[64, 48\], but BF16"),
+        (
+            lambda m: m.update({"model.mask": torch.tensor([True] * 3)}),
+            "'model.mask' of BOOL cannot be averaged, and diff",
+        ),
     ],
 )
 def test_checkpoints_that_differ_otherwise_are_refused_by_name(tmp_path, change, message) -> None:
@@ -169,7 +172,7 @@ def test_quantised_weights_are_refused(tmp_path) -> None:
     for i in range(2):
         tensors = {"a.weight": torch.randn(8, 8).to(torch.float8_e4m3fn), "a.weight_scale_inv": torch.ones(1, 1) * i}
         paths.append(write(tmp_path / f"q{i}", tensors))
-    with pytest.raises(UsageError, match=r"quantised weights have no average: a\.weight"):
+    with pytest.raises(UsageError, match=r"quantised weights cannot be averaged: a\.weight"):
         average(paths, str(tmp_path / "out"))
 
 
@@ -177,12 +180,12 @@ def test_quantised_weights_are_refused(tmp_path) -> None:
     ("options", "message"),
     [
         ({"weights": "0.5,0.5"}, "--weights has 2 numbers for 3"),
-        ({"weights": "1,1,1"}, "must be 1 together, got 3"),
+        ({"weights": "1,1,1"}, "must sum to 1, got 3"),
         ({"weights": "2,-0.5,-0.5"}, "must be positive"),
         ({"weights": "a,b,c"}, "must be numbers"),
         ({"weights": "nan,0.5,0.5"}, "must be positive"),
         ({"ema": 1.0}, "between 0 and 1"),
-        ({"ema": 0.5, "weights": "0.5,0.3,0.2"}, "leave out|brings weights"),
+        ({"ema": 0.5, "weights": "0.5,0.3,0.2"}, "leave out|sets the weights"),
         ({"dtype_for": ["nothing=f32"]}, "matches no tensor; hint: the nearest names are"),
     ],
 )

@@ -835,7 +835,7 @@ def test_part_of_a_step_says_what_stays_behind(tmp_path: Path, run: Path, ckpt: 
     run.rename(tmp_path / "pytorch_model_fsdp_0")
     code, _, err = ckpt("reshard", tmp_path / "pytorch_model_fsdp_0", tmp_path / "out", "--mesh", "dp_shard=3")
     assert code == 0
-    assert "scheduler, RNG and trainer state lie in the directory above" in err
+    assert "scheduler, RNG and trainer state are in the directory above" in err
 
 
 @pytest.mark.parametrize("num_files", [1, 2])

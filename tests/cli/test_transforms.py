@@ -77,7 +77,7 @@ def test_first_layers_are_a_model_of_their_own(tmp_path, kind, capsys) -> None:
     assert document["warnings"] == []
     if kind == "hf":
         assert document["architecture"] == "LlamaForCausalLM"
-    assert "the first 2 of 3 layers; config.json has other layer_types, num_hidden_layers" in document["notes"]
+    assert "the first 2 of 3 layers; config.json has new values of layer_types, num_hidden_layers" in document["notes"]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["num_hidden_layers"], len(config["layer_types"]), config["eos_token_id"]) == (2, 2, [1, 2, 3])
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
@@ -114,11 +114,11 @@ def test_transformers_loads_the_first_layers(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        (None, {"layers": 4}, "config.json says that there are 3"),
+        (None, {"layers": 4}, "config.json has 3"),
         ("config", {"layers": 1}, "no config.json beside the weights"),
         ("unknown", {"layers": 1}, "NoSuchModel, unknown to ckpt"),
-        ("names", {"layers": 1}, r"no tensor is called model\.layers"),
-        (None, {}, "nothing selected"),
+        ("names", {"layers": 1}, r"no tensor is named model\.layers"),
+        (None, {}, "nothing is selected to extract"),
         (None, {"include": ["nothing"]}, "--include nothing matches no tensor"),
     ],
 )
@@ -179,7 +179,7 @@ def test_renamed_dcp_keeps_its_ranks_and_a_join_is_for_reshard(tmp_path) -> None
     assert verify(str(tmp_path / "own")).ok
     gather(str(tmp_path / "own"), str(tmp_path / "hf"), map=str(tmp_path / "plain.map"))
     same(tmp_path / "hf" / "model.safetensors", load_file(tmp_path / "m" / "model.safetensors"))
-    with pytest.raises(UsageError, match="joins or splits tensors, which are cut"):
+    with pytest.raises(UsageError, match="joins or splits tensors that are sharded"):
         rename(str(tmp_path / "dcp"), str(tmp_path / "no"), map=str(tmp_path / "own.map"))
 
 

@@ -252,7 +252,7 @@ def test_uneven_fsdp_on_tp_that_torch_cannot_load_is_refused(saved, tmp_path, re
         read_dcp(saved / f"uneven-{length}")
     result = api.verify(saved / f"uneven-{length}")
     assert {finding.code for finding in result.findings} == {"item-mismatch"}
-    with pytest.raises(UnreadableError, match="metadata says sizes"):
+    with pytest.raises(UnreadableError, match="metadata has sizes"):
         api.gather(saved / f"uneven-{length}", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 

@@ -46,7 +46,7 @@ def test_stream_whose_location_torch_does_not_restore(tmp_path: Path, tag: str) 
     path.write_bytes(whole.replace(old, len(tag).to_bytes(4, "little") + tag.encode()))
     with pytest.raises(RuntimeError):
         torch.load(path, weights_only=True)
-    with pytest.raises(UnreadableError, match="of the device"):
+    with pytest.raises(UnreadableError, match="on the device"):
         open_path(str(path))
 
 
@@ -58,7 +58,7 @@ def test_stream_whose_device_is_none(tmp_path: Path, capsys) -> None:
     with pytest.raises(RuntimeError, match="cpq"):
         torch.load(path, weights_only=True)
     assert main(["verify", str(path)]) == 4
-    assert "of the device 'cpq'" in capsys.readouterr().err
+    assert "on the device 'cpq'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n\n"])

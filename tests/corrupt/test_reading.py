@@ -347,7 +347,7 @@ def test_hollow_checkpoints_are_findings_and_full_ones_are_not(tmp_path: Path, k
         path = path / "model.safetensors"
     elif form == "dcp":
         if kind in HOLLOW:
-            with pytest.raises(UnreadableError, match=r"no tensor in it|have shape"):
+            with pytest.raises(UnreadableError, match=r"it contains no tensors|have shape"):
                 api.shard(path, tmp_path / "run", mesh="dp_shard=2")
             return
         api.shard(path, tmp_path / "run", mesh="dp_shard=2")

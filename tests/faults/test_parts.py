@@ -159,7 +159,9 @@ def test_work_of_one_process_that_was_killed_makes_room(parts: Parts, case: Path
     argv = ("shard", parts.source, out, *MESH)
     killed = parts.server.run(*argv, block_bytes=BLOCK, below=case, only="write", nth=9, signal_number=signal.SIGKILL)
     assert killed.code == -signal.SIGKILL
-    assert any("removed what an interrupted run" in note for note in json.loads(parts.run(out, 0).out)["notes"])
+    assert any(
+        "removed the remains of an interrupted run" in note for note in json.loads(parts.run(out, 0).out)["notes"]
+    )
     parts.finish(out, 1, 2)
 
 

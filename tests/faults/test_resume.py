@@ -37,7 +37,7 @@ OPTIONS = {"shard": ("--mesh", "dp_shard=3"), "gather": (), "reshard": ("--mesh"
 OPTIONS["reshard"] += ("model.a.weight=tp:S(1)",)
 JOURNAL = ".ckpt-journal"
 CONTINUED = re.compile(r"continued an interrupted run: (\d+) B of|continued an interrupted run: ([\d.]+) KiB of")
-AFRESH = "removed what an interrupted run with other arguments or of another source had left"
+AFRESH = "removed the remains of an interrupted run with other arguments or another source"
 
 
 class Runs:

@@ -189,7 +189,7 @@ def outcome(command: Callable[..., Conversion], source: Path, out: Path, **optio
 
 
 def named(done: Conversion, why: str = "") -> list[str]:
-    return [text for text in done.not_checked if "not held, because " + why in text]
+    return [text for text in done.not_checked if "unchecked, because " + why in text]
 
 
 @pytest.mark.full(but=["hf-gather-f32", "hf-parts-f32", "hf-average-False-f32", "fp8-gather-True", "views-gather"])

@@ -114,7 +114,7 @@ class World:
         found = self.gather(self.path, self.row.kind)
         assert found is not None or is_red, (what, "gather refuses what verify calls good")
         if found not in (None, self.whole):
-            said = ("not held, because",) if is_red else UNTOLD
+            said = ("unchecked, because",) if is_red else UNTOLD
             assert any(words in (self.unheld if is_red else untold) for words in said), (what, untold, self.unheld)
         return is_red
 

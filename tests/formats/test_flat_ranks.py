@@ -144,7 +144,7 @@ def test_without_shapes_or_with_others_it_is_refused(saved: Path, tmp_path: Path
     refused("'layers.0.table' has the shape", "orig-one", tmp_path / "buffer.bin")
     refused("'_flat_param' has", "flat-units", tmp_path / "longer.bin")
     refused("not a checkpoint|no such file", "orig-one", tmp_path / "nowhere")
-    with pytest.raises(UsageError, match="--shapes-from is for files of ranks"):
+    with pytest.raises(UsageError, match="--shapes-from needs rank files"):
         api.gather(saved / "orig-one.pt", tmp_path / "out", shapes_from=saved / "shapes.bin")
 
 
@@ -155,7 +155,7 @@ def test_missing_and_exchanged_ranks_are_refused(saved: Path, tmp_path: Path) ->
         read(tmp_path / "missing", saved / "shapes.bin")
     shutil.copytree(saved / "orig-units", tmp_path / "exchanged")
     shutil.copy(saved / "orig-units/pytorch_model_fsdp_rank1.bin", tmp_path / "exchanged/pytorch_model_fsdp_rank2.bin")
-    with pytest.raises(UnreadableError, match="the file of rank 2 says that it is of rank 1"):
+    with pytest.raises(UnreadableError, match="the file of rank 2 records rank 1 instead"):
         read(tmp_path / "exchanged", saved / "shapes.bin")
 
 
@@ -172,5 +172,5 @@ def test_parameter_without_a_name_is_noticed(saved: Path, tmp_path: Path) -> Non
             state = torch.load(path, weights_only=False)
             del state["layers.0.down.weight"]
             torch.save(state, path)
-    with pytest.raises(UnreadableError, match="are of no parameter, or of two"):
+    with pytest.raises(UnreadableError, match="belong to no parameter, or to two"):
         read(directory, saved / "shapes.bin")

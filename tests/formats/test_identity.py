@@ -103,7 +103,7 @@ def test_part_is_refused_by_what_writes_and_red_in_what_looks(kind, state, tmp_p
         if kind != "flat parameters":
             assert main(["gather", str(source), str(tmp_path / "out"), "--as-part", "--json"]) == 0
             document = json.loads(capsys.readouterr().out)
-            assert any("a part of a model, taken as it is" in note for note in document["notes"])
+            assert any("a part of a model, used as it is" in note for note in document["notes"])
             shutil.rmtree(tmp_path / "out")
 
 

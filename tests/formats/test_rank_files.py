@@ -130,22 +130,22 @@ def test_files_that_changed_places_are_refused(tmp_path: Path) -> None:
     one.rename(tmp_path / "x")
     other.rename(one)
     (tmp_path / "x").rename(other)
-    with pytest.raises(UnreadableError, match="the file of rank 0 says that it is of rank 1"):
+    with pytest.raises(UnreadableError, match="the file of rank 0 records rank 1 instead"):
         read(tmp_path)
 
 
 def test_files_of_two_worlds_are_refused(tmp_path: Path) -> None:
     save(tmp_path, "fsdp")
     save(tmp_path, "veomni")
-    with pytest.raises(UnreadableError, match="files of ranks of 2 models or world sizes"):
+    with pytest.raises(UnreadableError, match="rank files of 2 models or world sizes"):
         read(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"norm": torch.ones(4)}, "another shape of tensor 'norm'"),
-        ({"norm": torch.ones(3, dtype=torch.int64)}, "another dtype of tensor 'norm'"),
+        ({"norm": torch.ones(4)}, "differ in the shape of tensor 'norm'"),
+        ({"norm": torch.ones(3, dtype=torch.int64)}, "differ in the dtype of tensor 'norm'"),
         ({"more": torch.ones(3)}, "rank 1 has tensor 'more', and rank 0 does not"),
         ({"norm": None}, "'norm' is not in the files of all ranks"),
     ],
@@ -162,7 +162,7 @@ def test_rank_with_another_placement_is_refused(tmp_path: Path) -> None:
     save(tmp_path, "fsdp")
     save(tmp_path / "other", "dim-1")
     shutil.copy(rank_file(tmp_path / "other", 2, 1), tmp_path)
-    with pytest.raises(UnreadableError, match="another placement of tensor 'down"):
+    with pytest.raises(UnreadableError, match="differ in the placement of tensor 'down"):
         read(tmp_path)
 
 
@@ -211,7 +211,7 @@ def lie(directory: Path, rank: int, **fields: object) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"mesh___rank": 0}, "the file of rank 1 says that it is of rank 0"),
+        ({"mesh___rank": 0}, "the file of rank 1 records rank 0 instead"),
         ({"mesh___coordinate_on_dim": (0,)}, "a part of shape|is incomplete"),
         ({"mesh___coordinate_on_dim": (7,)}, "do not fit together"),
         ({"mesh___coordinate_on_dim": ()}, "do not fit together"),

@@ -157,7 +157,7 @@ def test_load_checkpoint_takes_model_and_optimizer(tmp_path: Path) -> None:
 
 def test_other_names_are_for_weights_alone(tmp_path: Path) -> None:
     save(tmp_path / "step", adamw)
-    with pytest.raises(UsageError, match="only a model's weights can be named again") as caught:
+    with pytest.raises(UsageError, match="only a model's weights can be renamed") as caught:
         api.reshard(tmp_path / "step", tmp_path / "dcp", mesh="dp_shard=2", names="hub")
     assert "--exclude 'optimizer**'" in str(caught.value.hint)
 
@@ -205,8 +205,8 @@ def sgd_over_all(model: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (backwards, "their shapes and order are not those of the model"),
-        (one_of_a_shape, "more than one of the model's fits"),
+        (backwards, "their shapes and order do not match the model"),
+        (one_of_a_shape, "more than one choice of the model's fits"),
     ],
 )
 def test_numbers_that_say_nothing_are_not_guessed(make: Make, words: str, tmp_path: Path) -> None:
@@ -222,10 +222,10 @@ def test_numbers_that_say_nothing_are_not_guessed(make: Make, words: str, tmp_pa
 @pytest.mark.parametrize(
     ("form", "words"),
     [
-        (lambda state: [state, state], "not in the form of torch's optimizers"),
-        (lambda state: {"main": state}, "not in the form of torch's optimizers"),
-        (lambda state: "pickled", "not in the form of torch's optimizers"),
-        (lambda state: {"state": state["state"]}, "do not have the same parameters"),
+        (lambda state: [state, state], "not have the form of a torch optimizer"),
+        (lambda state: {"main": state}, "not have the form of a torch optimizer"),
+        (lambda state: "pickled", "not have the form of a torch optimizer"),
+        (lambda state: {"state": state["state"]}, "do not list the same parameters"),
         (lambda state: state | {"owner": torch.optim.AdamW}, "optimizer.owner holds an object"),
         (lambda state: state | {"extra": (torch.ones(3),)}, "optimizer.extra holds an object, or a tensor in a tuple"),
     ],
@@ -282,7 +282,10 @@ def test_some_parameters_and_no_state_are_named_where_one_way_is_left(make: Make
     [
         (lambda path: path.unlink(), "1 of 2 ranks have no file here: 1"),
         (lambda path: path.write_bytes(path.read_bytes()[:-100]), "zip"),
-        (lambda path: path.write_bytes(path.with_name("optim_world_size_2_rank_0.pt").read_bytes()), "it is of rank 0"),
+        (
+            lambda path: path.write_bytes(path.with_name("optim_world_size_2_rank_0.pt").read_bytes()),
+            "records rank 0 instead",
+        ),
     ],
 )
 def test_state_that_is_not_whole_is_a_finding_and_never_resharded(harm, words: str, tmp_path: Path) -> None:
@@ -291,7 +294,7 @@ def test_state_that_is_not_whole_is_a_finding_and_never_resharded(harm, words: s
     (finding,) = api.verify(tmp_path / "step").findings
     assert (finding.code, finding.severity) == ("unreadable-part", "error")
     assert words in finding.what
-    with pytest.raises(UnreadableError, match="the optimizer's state is not whole"):
+    with pytest.raises(UnreadableError, match="the optimizer's state is incomplete"):
         api.reshard(tmp_path / "step", tmp_path / "dcp", mesh="dp_shard=2")
     api.gather(tmp_path / "step", tmp_path / "hf")
 
@@ -305,4 +308,4 @@ def test_ranks_with_other_options_are_of_other_saves(tmp_path: Path) -> None:
         torch.save(state, path)
     finding, mixed = api.verify(tmp_path / "step").findings
     assert (mixed.code, mixed.where) == ("mixed-steps", "optim_world_size_2_rank_0.pt")
-    assert "other options of the optimizer" in finding.what
+    assert "different optimizer options" in finding.what

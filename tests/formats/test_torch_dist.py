@@ -192,7 +192,7 @@ def note(step: str, **settings: object) -> None:
 @pytest.mark.parametrize(
     ("settings", "what"),
     [
-        ({"apply_layernorm_1p": True}, "trained with apply_layernorm_1p: weights of norms are stored less 1"),
+        ({"apply_layernorm_1p": True}, "trained with apply_layernorm_1p: weights of norms are stored minus 1"),
         ({"rotary_interleaved": True}, "rows of queries and keys"),
         ({"attention_output_gate": True}, "rows of gates"),
         ({"group_query_attention": True, "num_query_groups": 1}, "num_key_value_heads is 2 in config.json"),

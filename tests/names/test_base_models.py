@@ -124,7 +124,7 @@ def test_no_tensor_may_be_lacking(name: str) -> None:
     hub = model(name).state_dict()
     for convert_one, whole in ((to_single_file, hub), (to_diffusers, to_single_file(hub))):
         for key in list(whole)[:: max(1, len(whole) // 30)]:
-            with pytest.raises(UsageError, match=r"not there|also needs"):
+            with pytest.raises(UsageError, match=r"that are missing|also needs"):
                 convert_one({other: tensor for other, tensor in whole.items() if other != key})
 
 
@@ -132,7 +132,7 @@ def test_no_tensor_may_be_lacking(name: str) -> None:
 def test_no_block_in_the_middle_may_lack_what_a_later_one_has(part: str) -> None:
     single = to_single_file(model("sd3.5").state_dict())
     assert any(f"joint_blocks.0.{part}" in name for name in single)
-    with pytest.raises(UsageError, match="SD3 has tensors that are not there"):
+    with pytest.raises(UsageError, match="SD3 needs tensors that are missing"):
         to_diffusers({name: t for name, t in single.items() if f"joint_blocks.0.{part}" not in name})
 
 
@@ -151,7 +151,7 @@ def test_config_that_says_otherwise_of_an_optional_part_is_refused(name: str, ke
     single = to_single_file(own, {key: not said})
     to_diffusers(single, {key: not said})
     for turn, tensors in ((to_single_file, own), (to_diffusers, single)):
-        with pytest.raises(UsageError, match=f"config.json says {key} {said}, and its tensors are "):
+        with pytest.raises(UsageError, match=f"config.json has {key} {said}, but its tensors are "):
             turn(tensors, {key: said})
 
 
@@ -159,7 +159,7 @@ def test_depth_and_what_stands_in_front_are_read_from_the_keys() -> None:
     single = to_single_file(model("flux1").state_dict())
     fewer = {key: tensor for key, tensor in single.items() if not key.startswith("single_blocks.2.")}
     assert len(to_diffusers(single)) - len(to_diffusers(fewer)) == 14
-    with pytest.raises(UsageError, match=r"config\.json says num_single_layers 3, and there are 2"):
+    with pytest.raises(UsageError, match=r"config\.json has num_single_layers 3, but there are 2"):
         to_diffusers(fewer, {"num_single_layers": 3})
     newer = {key.replace("_norm.scale", "_norm.weight"): tensor for key, tensor in single.items()}
     assert_same(to_diffusers(newer), model("flux1").state_dict())
@@ -170,7 +170,7 @@ def test_ambiguous_keys_and_a_hostile_number_of_blocks_are_refused(monkeypatch: 
     experts = to_single_file(model("hidream").state_dict())
     for place in ("99999.block.ff_i.experts.0", "0.block.ff_i.experts.99999"):
         experts[f"double_stream_blocks.{place}.w1.weight"] = torch.ones(1)
-    with pytest.raises(UsageError, match="not there"):  # 10¹⁰ names are not counted
+    with pytest.raises(UsageError, match="that are missing"):  # 10¹⁰ names are not counted
         to_diffusers(experts)
     twins = (*single_files.load_families(), single_files.load_families()[0])
     monkeypatch.setattr(single_files, "load_families", lambda: twins)
@@ -214,7 +214,7 @@ def test_keys_that_are_not_one_family_s_are_refused(case: str, tmp_path: Path, c
 
 @pytest.mark.parametrize("name", ["sana", "hunyuan_video_1_5", "cogvideox", "kolors", "ltx2"])
 def test_families_without_a_proven_map_are_refused(name: str) -> None:
-    with pytest.raises(UsageError, match=r"not diffusers' of|has no place for|are not there"):
+    with pytest.raises(UsageError, match=r"not diffusers' of|has no place for|that are missing"):
         to_single_file(ALL[name][1]().state_dict())
 
 
@@ -265,7 +265,11 @@ def test_one_model_of_a_file_of_several_is_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("chroma", "Chroma has no place for"), ("wan", "a single file's of Wan"), ("sana", "says SanaTransformer2DModel")],
+    [
+        ("chroma", "Chroma has no place for"),
+        ("wan", "a single file's of Wan"),
+        ("sana", "names SanaTransformer2DModel"),
+    ],
 )
 def test_config_of_another_class_is_refused(name: str, said: str, tmp_path: Path, capsys) -> None:
     save_file(to_single_file(model("flux1").state_dict()), tmp_path / "one.safetensors")
@@ -280,8 +284,8 @@ def test_rename_takes_a_map_or_names_and_no_dcp(tmp_path: Path, capsys) -> None:
     dcp.save(dict(model("flux1").state_dict()), checkpoint_id=tmp_path / "dcp")
     for source, options, said in (
         ("hub", [], "add --map FILE or --names comfyui"),
-        ("hub", ["--map", "m.txt", "--names", "comfyui"], "--map brings names of its own"),
-        ("dcp", ["--names", "comfyui"], "takes no DCP checkpoint"),
+        ("hub", ["--map", "m.txt", "--names", "comfyui"], "--map sets the names itself"),
+        ("dcp", ["--names", "comfyui"], "does not support DCP checkpoints"),
     ):
         assert main(["rename", str(tmp_path / source), str(tmp_path / "out"), *options]) == 2
         assert said in capsys.readouterr().err

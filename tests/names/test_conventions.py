@@ -154,6 +154,6 @@ def test_file_that_lacks_a_tensor_is_refused(tmp_path, capsys) -> None:
     args.append("--as-part")
     for names in ("meta", "torchtitan"):
         assert main([*args, "--names", names]) == 2
-        assert "the file has not: model.layers.1.self_attn.k_proj.weight" in capsys.readouterr().err
+        assert "not in the file: model.layers.1.self_attn.k_proj.weight" in capsys.readouterr().err
     assert main([*args, "--names", "megatron"]) == 2
     assert "also needs model.layers.1.self_attn.k_proj.weight" in capsys.readouterr().err

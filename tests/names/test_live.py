@@ -205,7 +205,7 @@ def test_tied_weights_that_differ_are_refused(tmp_path, capsys) -> None:
     state["lm_head.weight"] = state["lm_head.weight"] + 1
     dcp.save(state, checkpoint_id=tmp_path / "run")
     assert main(["gather", str(tmp_path / "run"), str(tmp_path / "hf"), "--assets", str(tmp_path / "hub"), "-q"]) == 2
-    assert "one tensor by the config, and differ" in capsys.readouterr().err
+    assert "one tensor in the config, but differ" in capsys.readouterr().err
 
 
 @pytest.mark.full
@@ -226,7 +226,7 @@ def test_map_of_another_version_is_not_turned_back(experts, tmp_path, capsys, mo
     assert main(["shard", str(experts / "hub"), str(tmp_path / "dcp"), "--mesh", "dp_shard=2", "-q"]) == 0
     monkeypatch.setattr(Expected, "digest", property(lambda _: "0" * 32))
     assert main(["gather", str(tmp_path / "dcp"), str(tmp_path / "hf"), "-q"]) == 2
-    assert "by another map" in capsys.readouterr().err
+    assert "by a different map" in capsys.readouterr().err
 
 
 @pytest.mark.full

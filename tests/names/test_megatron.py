@@ -206,7 +206,7 @@ def test_layers_for_further_tokens_come_after_the_others() -> None:
         ({"num_attention_heads": True}, "needs num_attention_heads"),
         ({"head_dim": 8}, "4 heads of 8"),
         ({"vocab_size": 31}, "32 rows are not the 31 of config.json"),
-        ({"num_hidden_layers": 3}, r"is 3 in config.json, and number 2 of model\.layers\.\* is"),
+        ({"num_hidden_layers": 3}, r"is 3 in config.json, but number 2 of model\.layers\.\* is"),
         ({"num_hidden_layers": 1}, r"number 1 of model\.layers\.\* is one too many"),
     ],
 )
@@ -224,7 +224,7 @@ def test_tensors_that_do_not_belong_together_are_refused() -> None:
     for name in ("gate", "up"):
         del hub[f"model.layers.1.mlp.experts.3.{name}_proj.weight"]
     with pytest.raises(
-        UsageError, match=r"number 3 of model\.layers\.1\.mlp\.experts\.\+\.gate_proj.weight is lacking"
+        UsageError, match=r"number 3 of model\.layers\.1\.mlp\.experts\.\+\.gate_proj.weight is missing"
     ):
         forward(MAPS["qwen3_moe"], hub, CONFIG)
     made = forward(MAPS["llama"], CASES["llama"], CONFIG)

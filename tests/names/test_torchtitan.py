@@ -114,17 +114,17 @@ def test_model_without_a_map_is_refused_with_those_that_there_are(tmp_path, caps
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("a = b", "begins with a section"),
-        ("[x]\na b", "without a meaning"),
-        ("[x]\na = b : turn", "no operation"),
-        ("[x]\na = b : rope", "no operation"),
-        ("[x]\na = b.*", "do not go together"),
-        ("[x]\na.* = b.{*+k}", "do not go together"),
-        ("[x]\na = b.+", "do not go together"),
-        ("[x]\na, b = c", "do not go together"),
-        ("[x]\na, b = c : qkv 1 1", "no operation on 2 tensors"),
-        ("[x]\na = b\nc = b", "no way back"),
-        ("[x]\na = b\na = c", "no way back"),
+        ("a = b", "start the map with a section"),
+        ("[x]\na b", "an invalid line"),
+        ("[x]\na = b : turn", "not an operation"),
+        ("[x]\na = b : rope", "not an operation"),
+        ("[x]\na = b.*", "do not match each other"),
+        ("[x]\na.* = b.{*+k}", "do not match each other"),
+        ("[x]\na = b.+", "do not match each other"),
+        ("[x]\na, b = c", "do not match each other"),
+        ("[x]\na, b = c : qkv 1 1", "not an operation on 2 tensors"),
+        ("[x]\na = b\nc = b", "cannot be reversed"),
+        ("[x]\na = b\na = c", "cannot be reversed"),
         ("[x]\n[x]", "two sections"),
     ],
 )
@@ -162,7 +162,7 @@ def test_names_that_have_no_line_and_lines_that_lack_a_name_are_said() -> None:
 
     with pytest.raises(UsageError, match=r"the map mine.txt has no place for 'y'|no place for y"):
         maps["*"].forward(tensors("l.0.e.0.w", "y"), {})
-    with pytest.raises(UsageError, match="lacks number 1"):
+    with pytest.raises(UsageError, match="without number 1"):
         maps["*"].forward(tensors("l.0.e.0.w", "l.0.e.2.w"), {})
 
 
@@ -255,15 +255,15 @@ def test_map_that_pads_repeats_and_reshapes_goes_both_ways(tmp_path, capsys) -> 
     assert "2 rows of padding of wte" in capsys.readouterr().err
     wanted["kv"][3] += 1
     assert gather(wanted, "apart") == 2
-    assert "kv: copies of the same rows by the map, and they differ" in capsys.readouterr().err
+    assert "kv: copies of the same rows in the map, but they differ" in capsys.readouterr().err
     assert not (tmp_path / "apart-out").exists()
 
 
 @pytest.mark.parametrize(
     ("text", "more", "what"),
     [
-        (MINE, ("--names", "hub"), "--map brings names of its own"),
-        ("nonsense", (), "begins with a section"),
+        (MINE, ("--names", "hub"), "--map sets the names itself"),
+        ("nonsense", (), "start the map with a section"),
         ("[gpt2]\na = b", (), "no map in the file for llama"),
         ("[*]\na = b", (), "has no place for"),
         (MINE.replace("num_attention_heads", "heads_of_nobody"), (), "needs heads_of_nobody"),

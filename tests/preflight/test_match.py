@@ -321,8 +321,8 @@ def test_match_of_a_checkpoint_that_cannot_be_read_is_a_finding(models, tmp_path
 @pytest.mark.parametrize(
     ("files", "word"),
     [
-        (("actor/optim_world_size_2_rank_0.pt", "actor/optim_world_size_2_rank_1.pt"), "files of single ranks"),
-        (("mp_rank_00/model_optim_rng.pt", "mp_rank_01/model_optim_rng.pt"), "Megatron's format of before torch_dist"),
+        (("actor/optim_world_size_2_rank_0.pt", "actor/optim_world_size_2_rank_1.pt"), "rank files without a model"),
+        (("mp_rank_00/model_optim_rng.pt", "mp_rank_01/model_optim_rng.pt"), "Megatron's format before torch_dist"),
         (("weights.pkl",), "only pickled objects"),
     ],
 )

@@ -87,7 +87,7 @@ def test_interrupted_run_of_another_source_or_with_other_arguments_is_not_contin
         if changes:
             path.write_bytes(path.read_bytes()[:-40] + content(40, 9))
         result = api.shard(source, tmp_path / "out", mesh=mesh)
-        assert any("removed what an interrupted run" in note for note in result.notes)
+        assert any("removed the remains of an interrupted run" in note for note in result.notes)
         assert f"{len(list((tmp_path / 'out').glob('*.distcp')))}" == mesh[-1]
         assert api.verify(tmp_path / "out", against=source).ok
         assert staging_left(tmp_path) == []

@@ -67,8 +67,8 @@ def assert_equal(directory: Path, wanted: Tensors) -> None:
 @pytest.mark.parametrize(
     ("companions", "what"),
     [
-        ({f"{PATH}.weight_scale_inv": torch.ones(1, 1)}, "that only a config.json tells"),
-        ({f"{PATH}.weight_scale": torch.ones(24)}, "one number is needed"),
+        ({f"{PATH}.weight_scale_inv": torch.ones(1, 1)}, "that only a config.json defines"),
+        ({f"{PATH}.weight_scale": torch.ones(24)}, "must be one number"),
         ({f"{PATH}.comfy_quant": text({"format": "nvfp4"})}, "the format 'nvfp4', which ckpt does not decode"),
         ({f"{PATH}.comfy_quant": text([])}, "not ComfyUI's description"),
     ],

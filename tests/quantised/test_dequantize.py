@@ -163,7 +163,11 @@ def test_mxfp4_is_what_transformers_loads(tmp_path) -> None:
     [
         ({"a": torch.zeros(4, 4)}, None, "config.json beside the weights has a quantization_config"),
         ({"a": torch.zeros(4, 4)}, {"quant_method": "exl2"}, "does not decode 'exl2'"),
-        ({"a": torch.zeros(4, 4)}, {"quant_method": "fp8", "weight_block_size": [2, 2]}, "no tensor is stored so"),
+        (
+            {"a": torch.zeros(4, 4)},
+            {"quant_method": "fp8", "weight_block_size": [2, 2]},
+            "no tensor is stored that way",
+        ),
         ({"a": (4, 4)}, {"quant_method": "fp8", "weight_block_size": [2, 2]}, "'a_scale_inv' is missing"),
         ({"a": (4, 4)}, {"quant_method": "fp8", "weight_block_size": 2}, "two positive numbers"),
         ({"a": (4,)}, {"quant_method": "fp8"}, "'a_scale_inv' is missing"),
@@ -175,7 +179,7 @@ def test_mxfp4_is_what_transformers_loads(tmp_path) -> None:
         (
             {"a": (4, 4), "a_scale_inv": torch.ones(2, 2), "b_scale_inv": torch.ones(2, 2)},
             {"quant_method": "fp8", "weight_block_size": [2, 2]},
-            "'b_scale_inv' is a scale of no 8-bit tensor",
+            "'b_scale_inv' is a scale without an 8-bit tensor",
         ),
         ({"a": (4, 4), "a_scale_inv": torch.ones(1)}, {"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
         ({"a_blocks": torch.zeros(1, 2, 1, 16)}, {"quant_method": "mxfp4"}, "'a_scales' is missing"),

@@ -45,7 +45,7 @@ def test_what_all_parts_have_written_is_published(verb: str, tmp_path: Path, mon
 
 
 def test_nothing_is_made_where_nothing_is_being_written(tmp_path: Path) -> None:
-    with pytest.raises(UnreadableError, match="nothing is being written"):
+    with pytest.raises(UnreadableError, match="no write is in progress"):
         ckpt_tools.commit(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
@@ -100,14 +100,14 @@ def test_what_is_no_command_is_not_run(text: str, tmp_path: Path, monkeypatch: p
     source, out = write_model(tmp_path / "model", BIG), tmp_path / "out"
     monkeypatch.setattr("ckpt_tools.convert.commands.build_command", lambda *_: text)
     ckpt_tools.shard(source, out, mesh="dp_shard=2", part="0/2")
-    with pytest.raises(UsageError, match="by which command"):
+    with pytest.raises(UsageError, match="does not record its command"):
         ckpt_tools.commit(out)
 
 
 def test_a_bucket_does_not_choose_what_is_read_of_this_machine(tmp_path: Path, seaweed, use) -> None:
     source, prefix = write_model(tmp_path / "model", BIG), f"{use(seaweed)}/commit"
     ckpt_tools.shard(source, f"{prefix}/local", mesh="dp_shard=2", part="0/2")
-    with pytest.raises(UsageError, match="of the machine that began it"):
+    with pytest.raises(UsageError, match="on the machine that started it"):
         ckpt_tools.commit(f"{prefix}/local")
     ckpt_tools.shard(source, f"{prefix}/start", mesh="dp_shard=2")
     ckpt_tools.reshard(f"{prefix}/start", f"{prefix}/again", mesh="dp_shard=4", part="0/2")

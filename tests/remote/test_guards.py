@@ -62,7 +62,7 @@ def test_object_that_another_has_replaced_is_not_published(bucket: Bucket, other
         bucket.delete("run/manifest" if document else "run/data")
     else:
         bucket.put("run/data", other)
-    with pytest.raises(StorageError, match="is gone, or is another one than was written"):
+    with pytest.raises(StorageError, match="is gone, or is not the one that was written"):
         sink.publish()
     assert "marker" not in _names(bucket)
 

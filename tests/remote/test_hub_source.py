@@ -197,7 +197,7 @@ def test_local_cache_is_used_for_what_it_has(run, hub: Hub, model: Path, tmp_pat
     cache(hub, "org/name", tmp_path / "hub-cache", only="model-")
     code, _, err = run("shard", "hf://org/name", tmp_path / "d", "--mesh", "dp_shard=2")
     assert code == 0
-    assert "4 files of it are read from the local cache" in err
+    assert "4 of its files are read from the local cache" in err
     assert not any("model-" in request.path for request in hub.requests)
     assert run("diff", tmp_path / "d", model)[0] == 0
 
@@ -260,9 +260,9 @@ def rows(*paths: str) -> bytes:
     ("pages", "code", "says"),
     [
         ({FILE: moved("file:///etc/passwd")}, 1, "not followed"),
-        ({FILE: moved("http://169.254.169.254/latest/meta-data")}, 1, "inner network"),
-        ({FILE: moved("http://2852039166/latest")}, 1, "inner network"),
-        ({FILE: moved("http://[::ffff:169.254.169.254]/")}, 1, "inner network"),
+        ({FILE: moved("http://169.254.169.254/latest/meta-data")}, 1, "private network address"),
+        ({FILE: moved("http://2852039166/latest")}, 1, "private network address"),
+        ({FILE: moved("http://[::ffff:169.254.169.254]/")}, 1, "private network address"),
         ({FILE: moved("http://user:word@localhost/")}, 1, "not followed"),
         ({FILE: moved("")}, 1, "not followed"),
         ({FILE: moved(FILE)}, 1, "5 redirects"),
@@ -279,7 +279,7 @@ def rows(*paths: str) -> bytes:
         ({TREE: lambda a: Answer(200, {"Link": f"<{TREE}?c={a.number}>; rel=next"}, rows("a"))}, 4, "more than 20"),
         ({TREE: lambda a: Answer(200, {"Link": f"<{TREE}?c={a.number}>; rel=next"}, rows(*map(str, range(9999))))}, 4,
          "or 1.00 MiB: 9999 files"),
-        ({TREE: lambda _: Answer(200, {"Link": '<https://other.example/x>; rel="next"'}, rows("a"))}, 1, "elsewhere"),
+        ({TREE: lambda _: Answer(200, {"Link": '<https://other.example/x>; rel="next"'}, rows("a"))}, 1, "another server"),
     ],
 )  # fmt: skip
 def test_hostile_hub_is_refused(run, naps, monkeypatch, pages: dict, code: int, says: str) -> None:

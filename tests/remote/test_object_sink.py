@@ -191,7 +191,7 @@ def test_store_that_ignores_conditions_is_refused(model, careless, seaweed, use,
     settings(needs_conditions=False)
     out = f"{use(seaweed)}/careless"  # what rclone serves has no ranges: ckpt reads nothing back from it
     result = COMMANDS["shard"](model, out)
-    assert "--no-conditional-writes: nothing kept a second writer out" in result.notes
+    assert "--no-conditional-writes: there was no protection against a second writer" in result.notes
     assert objects(out) == files_of(model / "shard")
 
 
@@ -212,7 +212,7 @@ def test_marker_is_put_last(model, proxy, seaweed, use, command, last) -> None:
 
 def test_what_only_disks_take_makes_no_directory_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match="disks alone"):
+    with pytest.raises(UsageError, match="only be written to this machine's disks"):
         Staging("s3://bucket/adapter", overwrite=False)
     assert not list(tmp_path.iterdir())
 

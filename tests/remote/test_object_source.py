@@ -180,7 +180,7 @@ def _replace(path: str, file: str, raw: bytes | None) -> None:
 
 def test_store_that_ignores_ranges_is_refused(careless: Server, use: Callable[..., str], impatient: None) -> None:
     path = _upload(use(careless), {"x": b"0123456789"})
-    with open_place(path)[0] as source, pytest.raises(CkptError, match="the store does not answer with ranges"):
+    with open_place(path)[0] as source, pytest.raises(CkptError, match="the store does not support range requests"):
         source.read("x", 2, 3)
 
 

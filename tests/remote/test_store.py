@@ -32,7 +32,7 @@ def test_malformed_path_is_refused(path: str) -> None:
 
 
 def test_password_in_a_path_is_not_repeated() -> None:
-    with pytest.raises(UsageError, match="a path holds no credentials") as caught:
+    with pytest.raises(UsageError, match="a path must not contain credentials") as caught:
         split("s3://user:pass-word@bucket/x")
     assert "pass-word" not in str(caught.value)
 

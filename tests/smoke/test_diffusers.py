@@ -95,7 +95,7 @@ def test_only_a_class_of_models_is_built(name):
 @pytest.mark.full
 def test_model_that_ckpt_cannot_feed_is_refused_by_the_name_of_what_it_lacks(built):
     what, hint = built["refused"]
-    assert what == "no batch is known for a T2IAdapter: its forward needs x"
+    assert what == "ckpt cannot make a batch for a T2IAdapter: its forward needs x"
     assert "--factory" in hint
 
 

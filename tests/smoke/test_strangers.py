@@ -84,13 +84,13 @@ def test_factory_is_the_users_own_code_and_has_no_walls(farm, tmp_path):
 @pytest.mark.parametrize(
     ("error", "kind", "what"),
     [
-        (MemoryError(), UsageError, "takes more memory than it may"),
+        (MemoryError(), UsageError, "needs more memory than allowed"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"), UsageError, "more memory than"),
-        (PermissionError(13, "Permission denied"), RefusedConfigError, "reaches for files or hosts"),
+        (PermissionError(13, "Permission denied"), RefusedConfigError, "needs files or hosts"),
         (
             RuntimeError("open failed: Permission denied (os error 13)"),
             RefusedConfigError,
-            "reaches for files or hosts",
+            "needs files or hosts",
         ),
         (
             ValueError("head_dim\n" + "x" * 10_000),

@@ -133,7 +133,9 @@ def test_config_of_other_sizes_is_refused_and_the_hint_leads_on(layout, base, tr
     argv = ["gather", str(step), str(out), "--assets", str(base)]
     assert main(argv) == 4
     said = capsys.readouterr().err
-    assert ".weight has 67 rows, config.json says vocab_size 64: config.json is not that of these weights" in said
+    assert (
+        ".weight has 67 rows, but config.json has vocab_size 64: config.json does not belong to these weights" in said
+    )
     assert "hint: pass --assets DIR" in said
     assert not out.exists()
     assert main(["gather", str(step), str(out), "--assets", str(trained), "-q"]) == 0

@@ -70,7 +70,7 @@ def test_lightning_takes_the_name_of_the_modules_attribute(model, tmp_path) -> N
         ({"trainer": "accelerate", "names": "hub"}, "--names hub is given"),
         ({"trainer": "accelerate", "prefix": "app."}, "--prefix app. is given"),
         ({"trainer": "torchtitan", "names": "live"}, "--names live is given"),
-        ({"trainer": "accelerate", "engine": "dtensor"}, "a DCP directory alone"),
+        ({"trainer": "accelerate", "engine": "dtensor"}, "only writes a DCP directory"),
         ({"trainer": "nemo"}, "must be one of"),
     ],
     ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else "",

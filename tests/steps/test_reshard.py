@@ -48,7 +48,7 @@ def test_reshard_there_and_back_checks_the_digests_of_all_parts(saved, tmp_path,
 
 def test_ranks_without_an_rng_state_are_named(saved, tmp_path) -> None:
     notes = api.reshard(saved / "accelerate", tmp_path / "four", mesh="dp_shard=4", dry_run=True).notes
-    assert any(note.startswith("random_states_2.pkl: it is missing, and those of 1 more") for note in notes)
+    assert any(note.startswith("random_states_2.pkl: it is missing, as are those of 1 more") for note in notes)
     notes = api.reshard(saved / "accelerate", tmp_path / "two", mesh="dp_shard=2", dry_run=True).notes
     assert not any("missing" in note for note in notes)
     notes = api.reshard(saved / "trainer", tmp_path / "one", mesh="dp_shard=1", dry_run=True).notes
@@ -86,7 +86,7 @@ def test_unknown_files_and_directories_come_along(copy_of, tmp_path) -> None:
 def test_option_that_would_take_a_step_apart_is_refused(saved, tmp_path, option) -> None:
     with pytest.raises(UsageError, match="accelerate's step of 2") as caught:
         api.reshard(saved / "accelerate", tmp_path / "out", mesh="dp_shard=2", **option)
-    assert str(caught.value.hint).startswith(f"take one: {saved / 'accelerate' / 'pytorch_model_fsdp_0'}")
+    assert str(caught.value.hint).startswith(f"choose one: {saved / 'accelerate' / 'pytorch_model_fsdp_0'}")
     assert not os.listdir(tmp_path)
 
 
@@ -198,7 +198,7 @@ def test_other_arguments_do_not_continue_it(saved, tmp_path) -> None:
     with pytest.raises(KeyboardInterrupt):
         api.reshard(saved / "accelerate", tmp_path / "out", mesh="dp_shard=2", progress=Stop(1, KeyboardInterrupt()))
     result = api.reshard(saved / "accelerate", tmp_path / "out", mesh="dp_shard=3")
-    assert any(note.startswith("removed what an interrupted run") for note in result.notes)
+    assert any(note.startswith("removed the remains of an interrupted run") for note in result.notes)
     assert api.verify(tmp_path / "out").ok
     assert len(list((tmp_path / "out" / "optimizer_0").glob("*.distcp"))) == 3
 

@@ -406,12 +406,12 @@ def with_field(**change: object) -> Metadata:
         (edit_info(relative_path="a\0b"), "'a\\\\x00b', which is not a plain path"),
         (edit_info(relative_path=""), "not a plain path"),
         (edit_info(relative_path="."), "not a plain path"),
-        (edit_info(relative_path=7), "lacks relative_path, offset or length"),
+        (edit_info(relative_path=7), "has no relative_path, offset or length"),
         (edit_info(offset=-1), "cannot be a part of a file"),
         (edit_info(length=-1), "cannot be a part of a file"),
         (edit_info(offset=2**62 + 1), "cannot be a part of a file"),
-        (edit_info(offset=True), "lacks relative_path, offset or length"),
-        (edit_info(offset=1.5), "lacks relative_path, offset or length"),
+        (edit_info(offset=True), "has no relative_path, offset or length"),
+        (edit_info(offset=1.5), "has no relative_path, offset or length"),
         (edit_info(transform_descriptors=["stream.zstd/1"]), "the transform stream.zstd/1, which ckpt cannot undo"),
         (edit_info(length=48), "as SerializationFormat.SAFETENSORS"),
         (edit_info(length=47), "an item of 47 bytes cannot hold the 48 bytes"),
@@ -465,7 +465,7 @@ def test_parse_metadata_that_would_execute_is_refused(tmp_path) -> None:
             return os.system, (f"touch {tmp_path / 'executed'}",)
 
     for metadata in (Attack(), with_field(planner_data=Attack()), with_field(storage_meta=Attack())):
-        with pytest.raises(UnreadableError, match=r"'posix\.system', which has no place here; it was not executed"):
+        with pytest.raises(UnreadableError, match=r"'posix\.system', which is not allowed here; it was not executed"):
             parse(metadata)
     assert not (tmp_path / "executed").exists()
 

@@ -578,7 +578,7 @@ def test_average_with_other_weights_does_not_go_on_with_the_old_blocks() -> None
             api.average([one, two], root / "out", weights="0.75,0.25", progress=stop_after(768), num_workers=1)
         assert staging_left(root)
         notes = api.average([one, two], root / "out", weights="0.25,0.75").notes
-        assert any(note.startswith("removed what an interrupted run with other arguments") for note in notes)
+        assert any(note.startswith("removed the remains of an interrupted run with other arguments") for note in notes)
         assert files_of(root / "out") == files_of(root / "expected")
 
 

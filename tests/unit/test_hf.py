@@ -88,7 +88,7 @@ def test_place_gives_every_tensor_its_bytes() -> None:
     [
         ({"a": "x"}, "not in the index"),
         ({"a": "x", "b": "x"}, "it is in y"),
-        ({"a": "x", "b": "y", "c": "y"}, "no file has it"),
+        ({"a": "x", "b": "y", "c": "y"}, "no file contains it"),
     ],
 )
 def test_describe_with_an_index_that_disagrees_is_refused(index, word: str) -> None:

@@ -121,7 +121,7 @@ def test_conversions_that_cast_write_a_config_that_says_so(model: Path, tmp_path
         assert written == CONFIG.replace(b"float32", b"float16"), name
         assert (out / "sub" / "config.json").read_bytes() == CONFIG
         assert [note for note in result.notes if "config.json" in note] == [
-            "config.json says 'float16' where it said 'float32': the weights were cast"
+            "config.json now has 'float16', not 'float32': the weights were cast"
         ]
         assert dict(planned.files)["config.json"] == dict(result.files)["config.json"] == len(written)
         record = parse_manifest((out / "ckpt_manifest.json").read_bytes()).assets["config.json"]
@@ -176,7 +176,7 @@ def test_config_is_read_alike_by_whoever_asks(tmp_path: Path) -> None:
     ("text", "words"),
     [
         (b"{", "config.json is not valid JSON"),
-        (b"[" * 99999, "nested too deep"),
+        (b"[" * 99999, "nested too deeply"),
         (b'{"a": 1, "a": 2}', "a key occurs twice"),
         (b"\xff{}", "config.json is not UTF-8 text"),
         (b"[]", "config.json is not a JSON object"),

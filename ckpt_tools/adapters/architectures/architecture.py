@@ -94,7 +94,7 @@ class KeyConversion:
             return "it finds no block"
         present = [part for part in self.together if any(part in path for path in paths)]
         if present and len(present) < len(self.together):
-            return f"it converts {' and '.join(self.together)} together, and finds {' and '.join(present)} alone"
+            return f"it converts {' and '.join(self.together)} together, but finds only {' and '.join(present)} alone"
         return None
 
 

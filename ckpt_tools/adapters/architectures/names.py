@@ -188,7 +188,7 @@ def place(path: str, architecture: Architecture) -> ModulePlace:
         return found[0]
     if not found:
         what = f"{path!r} is not a known module of {architecture.title}"
-        raise UsageError(what, where=path, hint="is it an adapter of another model? --architecture names the right one")
+        raise UsageError(what, where=path, hint="is it an adapter for another model? Name that one with --architecture")
     shown = " or ".join(f"{each.part.component}.{each.native}" for each in found)
     raise UsageError(f"{path!r} can mean {shown}", where=path)
 

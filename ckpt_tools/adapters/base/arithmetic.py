@@ -38,7 +38,7 @@ class Arithmetic:
             raise UsageError(f"the changes of {name} disagree on its rows", where=name)
         for (one, change), (other, _) in permutations(zip(edit.parts, changes, strict=True), 2):
             if one.owner != other.owner and one.meets(other) and not change.is_additive:
-                raise UsageError(f"{one.owner} and {other.owner} both change {name}, and have no sum", where=name)
+                raise UsageError(f"{one.owner} and {other.owner} both change {name} and cannot be added", where=name)
         self.is_rowwise = all(change.is_rowwise for _, change in self._parts)
 
     def apply(self, row: int, content: memoryview, result: memoryview) -> None:
@@ -88,7 +88,7 @@ class Arithmetic:
         what = "values that are not finite"
         if is_finite(weight):
             what = f"values too large for {self._after.torch_name}"
-        hint = "`ckpt check-lora ADAPTER` looks for broken factors; --dtype bf16 or f32 has the range of float32"
+        hint = "look for broken factors with `ckpt check-lora ADAPTER`; --dtype bf16 or f32 has the range of float32"
         return CkptError(f"tensor {self._name!r} would get {what}", where=self._name, hint=hint)
 
     def _look(self, row: int, before: Array, weight: Array) -> None:

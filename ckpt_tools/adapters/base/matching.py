@@ -107,10 +107,10 @@ def _only_parameter(module: Module, slots: Mapping[str, Slot]) -> str:
     if len(own) == 1:
         return own[0]
     raise UsageError(
-        f"{module.path} is adapted in {'several parameters' if own else 'a parameter'}, and it is not recorded "
-        f"in which: {', '.join(own) or 'none of the base fits'}",
+        f"{module.path} is adapted in {'several parameters' if own else 'a parameter'}, but the adapter does not "
+        f"record which: {', '.join(own) or 'none of the base fits'}",
         where=module.path,
-        hint="put PEFT's adapter_config.json beside the adapter: its target_parameters name it",
+        hint="put PEFT's adapter_config.json beside the adapter: its target_parameters contain the name",
     )
 
 
@@ -185,7 +185,7 @@ def _parts(
     target = entry.shape[1:] if stacked else (entry.shape[0], math.prod(entry.shape[1:]))
     _same(made[::-1] if transposed else made, target, entry.shape)
     if stacked and module.factors["A"].shape[0] % max(num_experts, 1):
-        raise _MismatchError(f"A has {module.factors['A'].shape[0]} rows, which {num_experts} experts cannot share")
+        raise _MismatchError(f"A has {module.factors['A'].shape[0]} rows, not a multiple of {num_experts} experts")
     count = num_rows(entry.shape, 2 if num_experts > 1 else 1)
     whole = ChangedRows(module=index, shape=entry.shape, count=count, transposed=transposed, num_experts=num_experts)
     yield entry.fqn, whole

@@ -77,16 +77,16 @@ def refuse_trainers_names(adapter: Adapter[F], *, is_proven: bool) -> None:
     """
     if adapter.convention == "trainer":
         raise UsageError(
-            "the adapter has the module names of its trainer's own model (torchtitan, torchtune, Megatron), whose rows "
-            "may have another order",
+            "the adapter has the module names of its trainer's own model (torchtitan, torchtune, Megatron), where rows "
+            "may be in a different order",
             where=adapter.modules[0].path,
             hint="give the model that was trained, with its config.json: --base DIR",
         )
     for module in () if is_proven or "peft_type" in adapter.settings else adapter.modules:
         found = next((origin for origin in origins_of([f"{module.path}.weight"]) if origin.code in CONVENTIONS), None)
         if found is not None:
-            what = f"the adapter's module names are {found.what}, which no model of transformers has"
-            hint = f"let {found.code} export it in transformers' names; for a model that has these, name it: --base DIR"
+            what = f"the adapter's module names are {found.what}, which transformers models do not use"
+            hint = f"export it with {found.code} in transformers' names; if your model has these names, pass --base DIR"
             raise UsageError(what, where=module.path, hint=hint)
 
 

@@ -218,15 +218,15 @@ def in_hub_names(read: OpenedAdapter, config: _Config) -> OpenedAdapter:
     for module in adapter.modules:
         if not {"A", "B"} <= module.factors.keys():
             there = ", ".join(module.factors)
-            raise UsageError(f"{module.path} has {there} alone, and a LoRA needs A and B", where=module.path)
+            raise UsageError(f"{module.path} has only {there}; a LoRA needs A and B", where=module.path)
     classes = config.get("architectures") or [config.get("_class_name")]
     name = str(classes[0]) if isinstance(classes, list) else ""
     weights = {f"{module.path.partition('.adapter')[0]}.weight" for module in adapter.modules}
     known = conventions_of(weights, name, config)
     if not known:
         kind = config.get("model_type") or name
-        what = f"the names are a trainer's own, and ckpt has no map from them to a base of the type {kind}"
-        hint = "give the model that was trained, with its config.json; or let the trainer export the adapter"
+        what = f"the names are the trainer's own, and ckpt cannot map them to a base of type {kind}"
+        hint = "pass the model that was trained, with its config.json; or export the adapter with the trainer"
         raise UsageError(what, where=adapter.modules[0].path, hint=hint)
     check_settings(read.opened.settings, config)
     settled = {field: Sourced(value, f"{known[0].name} has no other") for field, value in _SETTLED.items()}

@@ -174,7 +174,7 @@ def resolve(
     if len(set(found.values())) < len(found):
         counts = Counter(found.values())
         twice = next([name for name in found if found[name] == slot] for slot in counts if counts[slot] > 1)
-        raise UsageError(f"{' and '.join(twice)} would both be the same tensor of the base")
+        raise UsageError(f"{' and '.join(twice)} both map to the same tensor of the base")
     return found, notes
 
 
@@ -215,8 +215,8 @@ def _unmatched(missing: Sequence[str], wanted: Sequence[str], slots: Mapping[str
     leaves = {slot.split(".")[-2] for slot in slots if "." in slot}
     if all(name.rpartition(".")[0].endswith("lm_head") for name in missing) and leaves.intersection(EMBEDDINGS):
         hint = (
-            "the base ties lm_head to its embedding and stores one tensor for both. --untie gives the head a weight of "
-            "its own (and config.json says so)"
+            "the base ties lm_head to its embedding and stores one tensor for both. --untie gives the head its "
+            "own weight (and records that in config.json)"
         )
     shown = some(missing)
     return UsageError(f"{len(missing)} of {len(set(wanted))} adapted tensors are not in the base: {shown}", hint=hint)

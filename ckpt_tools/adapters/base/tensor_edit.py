@@ -79,7 +79,7 @@ class TensorShare:
     def why_not_a_sum(self) -> str | None:
         """Why nothing can be added to the same rows; None where it can."""
         if self.module.is_dora and self.rows.role == "weight":
-            return "it is DoRA: what it adds depends on the base"
+            return "it is DoRA: its change depends on the base's weights"
         return family_of(self.module).why_not_a_sum
 
     def meets(self, other: TensorShare) -> bool:

@@ -23,7 +23,7 @@ HEADS = ("lm_head", "embed_out", "output_layer", "output", "proj_out")
 HEAD = "lm_head.weight"  # Of every language model of transformers, whatever its own parts are called
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of architectures' names whose models have a head, stored or tied."""
-UNTIE = "--untie gives the head a weight of its own, as it had in training (and config.json says so)"
+UNTIE = "--untie gives the head its own weight, as in training (and records that in config.json)"
 Pair = tuple[TensorEntry, TensorEntry]
 """An embedding and a head that may be one parameter in the model: the one that is changed, and the other."""
 
@@ -38,8 +38,8 @@ def suspects(base: Opened, tensors: Mapping[str, TensorEntry], changed: Collecti
         for entry in embeddings:
             if entry.fqn in changed:
                 what = (
-                    f"the base ties its head to {entry.fqn}: merged, the adapter of the embedding would "
-                    "change the head too, which it did not in training"
+                    f"the base ties its head to {entry.fqn}: merging the adapter of the embedding would "
+                    "also change the head, which training did not"
                 )
                 raise UsageError(what, where=entry.fqn, hint=UNTIE)
     pairs = (pair for both in product(embeddings, heads) for pair in (both, both[::-1]))
@@ -58,11 +58,11 @@ def untied(base: Opened) -> tuple[Opened, Mapping[str, object]]:
     if not config:
         what = "needs the base's config.json, which tells loaders that the head has its own weight"
     elif config.get("is_encoder_decoder") or "shared.weight" in tensors:
-        what = "does not fit an encoder and a decoder, which share more than the head and scale what is before it"
+        what = "does not support encoder-decoder models, which share more than the head and scale its input"
     elif _says_tied(base) is False or (not heads and len(embeddings) != 1):
-        what = "is for a base that ties its head to an embedding, and this one has them not tied"
+        what = "needs a base that ties its head to an embedding; this one does not"
     if what:
-        hint = "leave it out, or what needs it: --exclude GLOB"
+        hint = "leave out --untie, or the modules that need it: --exclude GLOB"
         raise UsageError(f"--untie {what}", where=base.source.root, hint=hint)
     said: dict[str, object] = {**config, "tie_word_embeddings": False}
     if isinstance(nested := config.get("text_config"), dict):
@@ -106,8 +106,8 @@ def refuse_equal(pairs: Collection[Pair], base: Opened, *, num_workers: int) -> 
         changed, kept = (entry.fqn for entry in pair)
         if found[changed] == found[kept]:
             raise UsageError(
-                f"{changed} and {kept} hold the same values, as a tied embedding and head do, and the adapter changes "
-                "one of them: a model that ties them would load only one of the two",
+                f"{changed} and {kept} hold the same values, as a tied embedding and head do, but the adapter changes "
+                "only one of them: a model that ties them would load only one of the two",
                 where=changed,
                 hint=f"{UNTIE}; if they are not tied, declare it in a config.json beside the base: "
                 '{"tie_word_embeddings": false}',

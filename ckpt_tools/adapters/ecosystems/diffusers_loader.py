@@ -44,7 +44,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
     architecture = ARCHITECTURES[file.architecture]
     keys = {name: name for name in file.tensors}
     for name in [name for name in keys if "dora_scale" in name]:
-        loading.ignored[name] = "dora_scale is dropped, so that a DoRA loses its magnitude"
+        loading.ignored[name] = "dora_scale is dropped, so a DoRA loses its magnitude"
         del keys[name]
     _READERS[architecture.reader](keys, file, architecture, loading)
 
@@ -55,7 +55,7 @@ def _check_file(file: AdapterFile) -> None:
     everything = (file.file, *file.siblings)
     allowed = [name for name in everything if not any(trap in name for trap in DIFFUSERS_TRAPS)]
     if not allowed:
-        raise RejectedError(f"it ignores files with {', '.join(DIFFUSERS_TRAPS)} in their names; there is no other")
+        raise RejectedError(f"it ignores files with {', '.join(DIFFUSERS_TRAPS)} in their names; no other is there")
     if file.file not in allowed and DIFFUSERS_FILE not in allowed:
         raise RejectedError(f"it ignores {file.file!r} and loads {allowed[0]!r} instead")
 
@@ -166,8 +166,8 @@ def _flux2_native(keys: Keys, part: ModelPart, loading: Loading) -> Keys:
         if place is None or suffix not in ("lora_A.weight", "lora_B.weight"):
             raise RejectedError(f"it does not know {key}")
         if place.is_swapped:
-            what = f"diffusers copies {key} without swapping its halves: scale and shift are exchanged"
-            loading.misreads(name, what, "ckpt export-lora SRC DST --to diffusers swaps them")
+            what = f"diffusers copies {key} without swapping its halves, so scale and shift are exchanged"
+            loading.misreads(name, what, "swap them with ckpt export-lora SRC DST --to diffusers")
         found |= _spread(place, suffix, name)
     return found
 
@@ -179,7 +179,7 @@ def _lokr(keys: Keys, architecture: Architecture, loading: Loading) -> None:
         is_converted = any(key.startswith("diffusion_model.") or key.endswith(".alpha") for key in keys)
         prefixes = ("diffusion_model.", "") if is_converted else ("transformer.",)
     elif any(of_lycoris) and not all(of_lycoris):
-        raise RejectedError(f"{list(keys)[of_lycoris.index(False)]} is not LyCORIS' name of a LoKr, as others are")
+        raise RejectedError(f"{list(keys)[of_lycoris.index(False)]} is not a LyCORIS name, but other keys are")
     for key, name in keys.items():
         module, suffix = _cut(key)
         if suffix == "alpha" or suffix.startswith("lokr_"):
@@ -192,7 +192,7 @@ def _lokr(keys: Keys, architecture: Architecture, loading: Loading) -> None:
         else:
             raise RejectedError(f"{key} is not LoKr")
     if any("lokr_t2" in key for key in keys):
-        raise RejectedError("it does not know lokr_t2")
+        raise RejectedError("it does not support lokr_t2")
     if not loading.used:
         loading.ignored |= dict.fromkeys(keys.values(), "no module has that name")
 
@@ -241,7 +241,7 @@ def _convert(conversion: KeyConversion, keys: Keys, part: ModelPart) -> Keys:
     if (reason := conversion.why_not(natives)) is not None:
         raise RejectedError(reason)
     if conversion.needs_alpha and (lacking := natives - alphas):
-        raise RejectedError(f"it looks up {min(lacking)}.alpha, which is not there")
+        raise RejectedError(f"it looks up {min(lacking)}.alpha, which is missing")
     if conversion.needs_blocks:
         _check_blocks(natives, part, conversion.optional)
     return found
@@ -431,7 +431,7 @@ def _load_for_any(file: AdapterFile, loading: Loading) -> None:
     for name in file.tensors:
         if _ENCODER.match(name):
             loading.use(name, name.rpartition(".lora")[0])
-            what = "modules of a text encoder, which the base model does not hold"
+            what = "modules of a text encoder, which the base model does not contain"
             loading.needs_base(name, what)
         elif not name.startswith(component):
             loading.ignored[name] = f"the name does not begin with {component}"
@@ -507,7 +507,7 @@ def _check(
             _check_kernel(path, factors, weight)
         lacking = sorted(way.keys() - factors.keys())
         if lacking:
-            what = f"the file lacks {', '.join(lacking)} of a module, which is initialised instead"
+            what = f"the file lacks {', '.join(lacking)} of a module: it is initialised instead"
             loading.incomplete(path, what, "was the adapter saved completely?")
 
 

@@ -57,8 +57,8 @@ class Loading:
     def say_scale(self, alpha: str, value: object) -> None:
         """Say that a configuration's alpha of 0 makes a loader's every change 0 (verl#5325)."""
         if isinstance(value, int | float) and value == 0:
-            what = f"{alpha} is 0, and every change is multiplied by it: nothing changes"
-            hint = "ckpt export-lora SRC DST --alpha VALUE writes the one of the training run"
+            what = f"{alpha} is 0, and every change is multiplied by it: the adapter changes nothing"
+            hint = "write the alpha of the training run: ckpt export-lora SRC DST --alpha VALUE"
             self.say("loader-no-op", "error", ADAPTER_CONFIG, what, hint)
 
     @property

@@ -35,7 +35,7 @@ def load_in_comfyui(file: AdapterFile, loading: Loading) -> None:
     """Apply ComfyUI's rules."""
     if file.architecture is None:
         what = "ComfyUI's map depends on the model family, which ckpt does not know"
-        loading.unchecked(file.file, what, "--architecture names one that ckpt knows")
+        loading.unchecked(file.file, what, "name the model family with --architecture")
         return
     if file.architecture == "llm":
         loading.ignored |= dict.fromkeys(file.tensors, "ComfyUI patches image models")
@@ -148,7 +148,7 @@ _WITHOUT_ALPHA = {"diff", "diff_b"}
 def load_in_kohya(file: AdapterFile, loading: Loading) -> None:
     """Apply kohya's rules."""
     if file.architecture is None:
-        loading.unchecked(file.file, "ckpt does not know the model family", "--architecture names one that ckpt knows")
+        loading.unchecked(file.file, "the model family is not known", "name the model family with --architecture")
         return
     architecture = None if file.architecture == "llm" else ARCHITECTURES[file.architecture]
     kohya = None if architecture is None else architecture.kohya
@@ -192,7 +192,7 @@ def _check_alphas(ends: Mapping[str, set[str]], *, takes_rank: bool) -> None:
     """Of the loaders networks.lora alone takes the rank for an alpha that is missing; the others end with an error."""
     lacking = [module for module, found in ends.items() if "alpha" not in found and not found <= _WITHOUT_ALPHA]
     if lacking and not takes_rank:
-        raise RejectedError(f"{len(lacking)} modules have no alpha, which it looks up for each: {lacking[0]}")
+        raise RejectedError(f"{len(lacking)} modules have no alpha, which it reads for each: {lacking[0]}")
 
 
 # vLLM (`--enable-lora`), with an adapter of PEFT.
@@ -261,10 +261,10 @@ def load_in_vllm(file: AdapterFile, loading: Loading) -> None:
         loading.use(name, module)
     _check_experts(loading)
     for name, reason in variants_in(config):
-        hint = "ckpt export-lora or merge-lora show whether it can be served in another way"
+        hint = "try ckpt export-lora or merge-lora, which report whether another way can serve it"
         loading.misreads(ADAPTER_CONFIG, f"vLLM ignores {name} and loads the factors as plain ones: {reason}", hint)
     if saved:
-        what = "vLLM takes the head of a classification model, with --max-lora-cls-labels, and no other"
+        what = "vLLM loads no head but that of a classification model, with --max-lora-cls-labels"
         loading.needs(file.file, what)
     if embeddings:
         what = "vLLM accepts adapters of embeddings and of lm_head for some models only, and refuses them for others"
@@ -279,7 +279,7 @@ def _checked_config(file: AdapterFile) -> Mapping[str, object]:
         raise RejectedError(f"it looks for {PEFT_FILE}, but this is {file.file}")
     missing = [name for name in ("r", "lora_alpha", "target_modules") if name not in config]
     if missing:
-        raise RejectedError(f"adapter_config.json lacks {', '.join(missing)}")
+        raise RejectedError(f"adapter_config.json has no {', '.join(missing)}")
     if config.get("peft_type") != "LORA":
         raise RejectedError(f"peft_type is {config.get('peft_type')!r}, but it supports only LORA")
     if other := [name for name in _saved_in(config) if name not in _HEADS]:
@@ -294,7 +294,7 @@ def _checked_config(file: AdapterFile) -> Mapping[str, object]:
         raise RejectedError(f"bias is {config['bias']!r}, but it supports none")
     alpha = config["lora_alpha"]
     if isinstance(alpha, bool) or not isinstance(alpha, int | float):
-        raise RejectedError(f"lora_alpha is {alpha!r}, not a number")
+        raise RejectedError(f"lora_alpha must be a number, got {alpha!r}")
     return config
 
 
@@ -308,12 +308,12 @@ def _check_experts(loading: Loading) -> None:
     fused = [module for module in loading.modules if module.endswith(_EXPERTS)]
     for module in fused:
         if f"{module.removesuffix(_INNER)}{_INNER}" not in fused or module.removesuffix(_INNER) not in fused:
-            raise RejectedError(f"{module} has factors for one parameter of the experts, and it asserts that both have")
+            raise RejectedError(f"{module} has factors for only one parameter of the experts; vLLM requires both")
     if fused:
         loading.needs(
             fused[0],
-            "vLLM takes factors of fused experts for models whose experts it keeps fused; for the others start it with "
-            "--enable-mixed-moe-lora-format, and say is_3d_lora_weight in the request",
+            "vLLM loads factors of fused experts for models whose experts it keeps fused; for others start it with "
+            "--enable-mixed-moe-lora-format, and set is_3d_lora_weight in the request",
         )
 
 

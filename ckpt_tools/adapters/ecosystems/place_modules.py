@@ -152,7 +152,7 @@ def _split(where: ModulePlace, module: Module, paths: Sequence[str], as_lora: As
         raise refuse(module, f"its rows cannot be split into {', '.join(paths)}")
     sizes = where.split(rows, columns_of(module))
     if sizes is None:
-        raise refuse(module, f"{rows} rows are not those of {', '.join(paths)}")
+        raise refuse(module, f"{rows} rows do not match {', '.join(paths)}")
     return _perhaps_as_lora(module, as_lora, lambda each: family_of(each).split(each, sizes, paths))
 
 
@@ -171,7 +171,7 @@ def _moved(where: ModulePlace, module: Module, as_lora: AsLora) -> Module:
     """Return a module under its new path, its halves exchanged where the two spellings order them otherwise."""
     swaps = where.swaps(rows_of(module), columns_of(module))
     if swaps is None:
-        raise refuse(module, "its shape does not tell whether it is the last block, whose halves are swapped")
+        raise refuse(module, "its shape does not show whether it is the last block, whose halves are swapped")
     return _perhaps_as_lora(module, as_lora, lambda each: family_of(each).swap_halves(each)) if swaps else module
 
 
@@ -293,7 +293,7 @@ class Fitting:
         """Is a DoRA's magnitude one per column of the weight?"""
         rows, columns = rows_of(module), columns_of(module)
         if rows is None or columns is None:
-            raise refuse(module, "its shape does not tell the axis of its magnitude")
+            raise refuse(module, "its shape does not show the axis of its magnitude")
         setting = Setting(convention=self.convention)
         return dora.is_by_column(module, tuple(module.factors["magnitude"].shape), (rows, columns), setting)
 
@@ -330,7 +330,7 @@ def require(placed: Placed, suffixes: Mapping[str, str], where: str) -> None:
     lacking = sorted(module.factors.keys() - suffixes.keys())
     if lacking or not suffixes:
         what = f"{where} has no name for {', '.join(lacking)} of {module.path!r} ({module.family})"
-        hint = "ckpt merge-lora applies every family to the base itself"
+        hint = "use ckpt merge-lora, which applies every family to the base itself"
         raise InexpressibleError(what, where=module.path, hint=hint)
 
 

@@ -88,10 +88,10 @@ def as_loras(loaded: Adapter[Array], notes: list[str], svd_rank: int | None, bas
         shape = base.get(f"{module.path}.weight")
         if shape is None and family_of(module).hides_kernel(module.factors):
             what = (
-                f"{module.path!r} may be a convolution, and its factors do not show a kernel; PEFT has "
-                f"no form for this {module.family} as it is"
+                f"{module.path!r} may be a convolution, but its factors do not show the kernel; PEFT has "
+                f"no format for this {module.family} unchanged"
             )
-            raise UsageError(what, where=module.path, hint="give the base model, whose weights tell: --base DIR")
+            raise UsageError(what, where=module.path, hint="give the base model, whose weights show it: --base DIR")
         result = as_lora(module, shape, svd_rank=svd_rank)
         hows[result.how] += 1
         errors[module.path] = result.error
@@ -168,7 +168,7 @@ def _contradict(architecture: str, base: BaseFamily, notes: list[str]) -> None:
     """Hold what the user says against the base: a family with tables goes before it, an unknown one is for the user."""
     if base.name is not None:
         what = f"--architecture is {architecture}, but the base is {base.title} ({base.source})"
-        raise UsageError(what, where="--architecture", hint="leave it out: the base decides")
+        raise UsageError(what, where="--architecture", hint="leave out --architecture: the base determines it")
     if not base.possible:
         notes.append(f"names by --architecture {architecture}, although the base is {base.title}: not proven")
 
@@ -184,7 +184,7 @@ def _unchanged(loaded: Adapter[Array], base: BaseModel, notes: list[str]) -> Ada
     if errors:
         raise UsageError(errors[0].what, where=errors[0].where, hint=errors[0].hint)
     notes.append(
-        f"ckpt has no tables for {title}: its modules keep their names, which are the base's; no loader has proven them"
+        f"ckpt has no tables for {title}: its modules keep their names, which are the base's; tested with no loader"
     )
     return named
 

@@ -87,7 +87,7 @@ def in_lycoris(
 def unsupported(adapter: Adapter[Array], architecture: Architecture, who: str) -> UsageError:
     """Return the error for a model that a target does not have."""
     what = f"{who} no names for the modules of {architecture.title}"
-    hint = "--to diffusers and --to peft write what diffusers and PEFT read"
+    hint = "use --to diffusers or --to peft, for diffusers or PEFT"
     return UsageError(what, where=adapter.modules[0].path, hint=hint)
 
 
@@ -280,10 +280,10 @@ def _lokr_file(placed: list[Placed], fitting: Fitting) -> Written:
 def _for_diffusers(placed: Placed, title: str, fitting: Fitting) -> Module:
     module = placed.module
     if not placed.part.is_in_diffusers:
-        raise refuse(module, f"diffusers loads no adapter of {placed.part.component} of {title}")
+        raise refuse(module, f"diffusers does not load adapters of {placed.part.component} of {title}")
     module = fitting.as_lora(module)
     if "A_embedding" in module.factors:
-        raise refuse(module, "diffusers loads no adapter of an embedding")
+        raise refuse(module, "diffusers does not load adapters of embeddings")
     module = fitting.baked(module)
     if module.is_dora:
         magnitude = fitting.magnitude_by_row(module)

@@ -237,7 +237,7 @@ def change_of(module: Module, shape: Shape, setting: Setting = PLAIN, role: str 
             factors = {name: factor.astype(np.float32) for name, factor in factors.items()}
             change = family_of(module).change(module, factors, shape, setting, role)
     except KeyError as error:
-        raise UnreadableError(f"{whose} lacks the factor {error.args[0]}", where=whose) from error
+        raise UnreadableError(f"{whose} has no factor {error.args[0]}", where=whose) from error
     except (ValueError, IndexError, np.linalg.LinAlgError) as error:
         shapes = ", ".join(f"{name} {list(factor.shape)}" for name, factor in factors.items())
         raise UnreadableError(f"the factors of {whose} do not fit together: {shapes}", where=whose) from error

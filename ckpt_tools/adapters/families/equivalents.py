@@ -52,7 +52,7 @@ def as_lora(module: Module, shape: Shape | None = None, *, svd_rank: int | None 
         return by_svd(module, svd_rank, shape)
     if pair is None:
         why = family.why_not_low_rank.format(list(shape))
-        raise _refuse(module, why, hint="--svd-rank R approximates it, and reports the error")
+        raise _refuse(module, why, hint="approximate it with --svd-rank R, which reports the error")
     return _from_pair(module, pair, shape, family.how_as_lora.format(family, pair[0].shape[1]))
 
 
@@ -126,7 +126,7 @@ def _own_shape(module: Module) -> Shape:
     """Return the weight's shape as far as the factors tell: flat factors make a matrix."""
     shape = family_of(module).shape(module.shapes)
     if shape is None:
-        raise _refuse(module, "its factors do not tell the shape of the weight")
+        raise _refuse(module, "its factors do not show the shape of the weight")
     return shape
 
 

@@ -81,7 +81,7 @@ class Setting:
         if name in self.settings:
             return self.settings[name].value
         if default is None or "peft_type" not in self.settings:
-            hint = f"give that of the training run: --config {name}=VALUE, or put its adapter_config.json beside it"
+            hint = f"give the training run's value: --config {name}=VALUE, or put its adapter_config.json beside it"
             raise UsageError(f"{name} is not known, and the result depends on it", hint=hint)
         return default
 
@@ -308,7 +308,7 @@ class Family:
     def roles_of_rows(self, module: AdapterModule[F]) -> tuple[str, ...]:
         """Return the factors of a module whose first dim is the weight's rows, or raise InexpressibleError."""
         if not self.row_roles:
-            raise refuse(module, "its factors have no rows of the weight")
+            raise refuse(module, "none of its factors has the weight's rows")
         return tuple(role for role in self.row_roles if role in module.factors)
 
 
@@ -334,7 +334,7 @@ class ScaledFamily(Family):
             return 1.0
         if module.alpha is None:
             what = f"alpha of {module.path} is not known, and the result depends on it"
-            raise UsageError(what, hint="give it with --alpha; the trainer's configuration has it")
+            raise UsageError(what, hint="pass --alpha VALUE, from the trainer's configuration")
         return module.alpha.value / (math.sqrt(rank) if module.use_rslora else rank)
 
     def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> WeightChange:

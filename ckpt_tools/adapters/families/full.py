@@ -35,8 +35,8 @@ class Full(Family):
     def why_no_lora(self, shapes: Shapes) -> str | None:
         """Of norms and biases."""
         if len(shapes.get("diff", ())) < 2:
-            return "it changes a bias or a norm, which no LoRA does"
-        return "it changes the bias as well, which no LoRA does" if "diff_b" in shapes else None
+            return "it changes a bias or a norm, which a LoRA cannot do"
+        return "it also changes the bias, which a LoRA cannot do" if "diff_b" in shapes else None
 
     def shape(self, shapes: Shapes) -> Shape | None:
         """Return that of the difference; of a bias alone the rows."""
@@ -97,7 +97,7 @@ class Saved(Family):
     name = "saved"
     title = "whole tensor"
     is_own = False
-    why_not_a_sum = "it replaces the weight: what it adds depends on the base"
+    why_not_a_sum = "it replaces the weight: its change depends on the base's weights"
 
     def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> WeightChange:
         """Return the tensor."""

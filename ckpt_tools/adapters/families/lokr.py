@@ -254,7 +254,7 @@ def _division(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: Sh
     candidates = dict.fromkeys([*asked, -1, *(size for each in halves for size in each.first)])
     factor = next((n for n in candidates if 0 < abs(n) <= _MAX_FACTOR and is_rebuilt(halves, n)), None)
     if factor is None:
-        what = "no decompose_factor of PEFT gives these factors their shapes"
+        what = "no value of PEFT's decompose_factor produces these shapes"
         hint = ("" if base else "for convolutions give --base DIR; else ") + MERGE_HINT
         raise InexpressibleError(what, where=modules[0].path, hint=hint)
     both = any("w1_a" in module.factors for module in modules)
@@ -264,8 +264,8 @@ def _division(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: Sh
         if (role := half_built_otherwise(module.factors, each, module.rank.value, both=both)) is not None:
             built = "out of two factors" if role in module.factors else "whole"
             raise InexpressibleError(
-                f"PEFT would build {role} of {module.path!r} {built} at rank {module.rank.value}, and here it is "
-                "otherwise",
+                f"PEFT would build {role} of {module.path!r} {built} at rank {module.rank.value}, but in this "
+                "adapter it is not",
                 hint="give the rank of the training run (--config r=VALUE), or merge: ckpt merge-lora",
             )
     source = known.source if known is not None and known.value == factor else "shapes of w1 and w2"

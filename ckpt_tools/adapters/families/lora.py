@@ -255,7 +255,7 @@ class Lora(ScaledFamily):
 
         some = next(iter(parts.values()))
         if any("mid" in part.factors or part.factors["A"].ndim != 2 for part in parts.values()):
-            raise refuse(some, "convolutions have no parts to put together")
+            raise refuse(some, "convolutions cannot be joined from parts")
         if any(part.factors["A"].shape[1] != some.factors["A"].shape[1] for part in parts.values()):
             raise refuse(some, "its parts have different inputs")
         for index, part in parts.items():

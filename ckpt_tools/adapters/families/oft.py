@@ -38,7 +38,7 @@ class RotatingFamily(Family):
     """A family whose change depends on the weight: it rotates it."""
 
     is_rotation = True
-    why_not_a_sum = "it rotates the weight: what it adds depends on the base"
+    why_not_a_sum = "it rotates the weight: its change depends on the base's weights"
     lycoris_names: ClassVar = {"blocks": "oft_blocks", "rescale": "rescale"}
 
     def is_idle(self, roles: Collection[str], seen: Mapping[str, Values]) -> bool:
@@ -227,7 +227,7 @@ def _blocks_of(module: AdapterModule[F]) -> tuple[int, int]:
         size = (1 + math.isqrt(1 + 8 * shape[1])) // 2
         if size * (size - 1) // 2 == shape[1] and shape[0]:
             return shape[0], size
-    raise UsageError(f"R of {module.path!r} has the shape {list(shape)}: no rotations of any block size")
+    raise UsageError(f"R of {module.path!r} has the shape {list(shape)}, which fits no block size")
 
 
 def adjusted(dimension: int, wanted: int) -> int:

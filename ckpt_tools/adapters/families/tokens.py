@@ -35,7 +35,7 @@ class Tokens(Family):
     also_read = (("peft", r"token_adapter\.trainable_tokens_delta(?:\.(?P<adapter>[^.]+))?", "beside"),)
     peft_type = "TRAINABLE_TOKENS"
     peft_fields = frozenset(PEFT_COMMON.partition(" exclude")[0].split()) | {"token_indices", "init_weights"}
-    why_not_a_sum = "it replaces rows: what it adds depends on the base"
+    why_not_a_sum = "it replaces rows: its change depends on the base's weights"
 
     def matrix(self, shapes: Shapes) -> Matrix | None:
         """Return (any, dim)."""
@@ -48,7 +48,7 @@ class Tokens(Family):
 
     def why_no_lora(self, shapes: Shapes) -> str | None:
         """Of no LoRA."""
-        return "it replaces rows of an embedding, which no LoRA does"
+        return "it replaces rows of an embedding, which a LoRA cannot do"
 
     def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> WeightChange:
         """Return the rows in their places."""
@@ -121,8 +121,8 @@ def fields_of(adapter: Adapter[F], known: frozenset[str]) -> Fields:
         fields[field] = adapter.settings[field]
     for field in known & adapter.settings.keys() & set(_FIELDS.values()) - fields.keys():
         if adapter.settings[field].value and not adapter.omitted:
-            what = f"{field} names trained tokens, and their rows are not here: PEFT would not load the adapter"
-            hint = f"was the adapter saved completely? To go on without them: --config {field}=null"
+            what = f"{field} names trained tokens, but their rows are missing: PEFT would not load the adapter"
+            hint = f"was the adapter saved completely? To continue without them: --config {field}=null"
             raise UsageError(what, where=adapter.settings[field].source, hint=hint)
     return fields
 

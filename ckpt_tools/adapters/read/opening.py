@@ -195,7 +195,7 @@ def _choose(named: list[NamedFactor], adapter_name: str | None, path: str) -> tu
     names = sorted({item.key.adapter for item in named if item.key is not None and item.key.adapter is not None})
     shown = ", ".join(names)
     if adapter_name is not None and adapter_name not in names:
-        what = f"it holds {shown}" if names else "its tensors' names carry no adapter's name"
+        what = f"it holds {shown}" if names else "its tensor names contain no adapter name"
         what = f"no adapter {adapter_name!r} here: {what}"
         raise UsageError(what, where=path, hint=f"--adapter {names[0]}" if names else "leave --adapter out")
     if adapter_name is None and len(names) > 1:

@@ -151,7 +151,7 @@ def _take(fields: dict[str, Sourced[object]], name: str, found: Sourced[object],
 
 def _contradiction(name: str, one: Sourced[object], other: Sourced[float] | Sourced[object]) -> UnreadableError:
     what = f"{name} is {one.value!s} in {one.source}, and {other.value!s} in {other.source}"
-    return UnreadableError(what, hint="remove the file that is of another run")
+    return UnreadableError(what, hint="remove the file of the other run")
 
 
 def _found(value: object, source: str) -> Sourced[float] | None:
@@ -284,8 +284,8 @@ def locate(path: str, adapter_name: str | None) -> Location:
         return Location(path=path, sidecars=_around_dcp(os.path.join(path, models[0])))
     if any(_VERL_RANK.fullmatch(name) for name in files):
         if held:
-            what = "files of verl's ranks, and the adapter by itself beside them"
-            raise UsageError(what, where=path, hint=f"take what verl wrote for that: {os.path.join(path, held[0])}")
+            what = "verl's rank files, with the adapter by itself beside them"
+            raise UsageError(what, where=path, hint=f"use the adapter that verl wrote: {os.path.join(path, held[0])}")
         return Location(path=path, sidecars=_around_dcp(path))
     roles = [role for role in ROLES if role in directories]
     if roles and not files & {PEFT_FILE, ADAPTER_CONFIG}:
@@ -313,7 +313,7 @@ def _with_neighbours(path: str) -> str:
     with source:
         root = source.root
     if scheme_of(root) in ("http", "https"):
-        what = "what belongs to an adapter stands beside it, and a web server does not list its files"
+        what = "an adapter has further files beside it, and a web server does not list them"
         raise UsageError(what, where=path, hint="download the adapter with its adapter_config.json")
     return root if file is None else os.path.join(root, file)
 

@@ -133,7 +133,7 @@ class _ObjectReader(PickleReader):
                 raise UnreadableError(f"{name} of {len(args)} arguments, {describe(content)} the first: torch fails")
             pairs = [*content.items()] if type(content) is dict else content
             if not all(type(pair) in (list, tuple) and len(pair) == 2 for pair in pairs):
-                raise UnreadableError(f"{name} of something else than pairs")
+                raise UnreadableError(f"{name} of something other than pairs")
             self._update(made, [each for pair in pairs for each in pair], what)
             return made
         if name in _GETATTR and len(args) == 2 and type(args[0]) is GlobalName and type(args[1]) is str:

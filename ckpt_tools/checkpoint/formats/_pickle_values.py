@@ -65,8 +65,8 @@ def describe(value: object) -> str:
 def refused_opcode(op: int, position: int) -> UnreadableError:
     """Return the error for an opcode that does something else than describe data."""
     name = _OPCODE_NAMES.get(op)
-    what = f"pickle opcode {name}" if name else f"byte {op:#04x}, which is no pickle opcode,"
-    return UnreadableError(f"{what} at byte {position} has no place here; it was not executed")
+    what = f"pickle opcode {name}" if name else f"byte {op:#04x}, which is not a pickle opcode,"
+    return UnreadableError(f"{what} at byte {position} is not allowed here; it was not executed")
 
 
 @contextmanager

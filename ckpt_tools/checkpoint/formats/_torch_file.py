@@ -69,7 +69,7 @@ def read_torch_file(source: Source, name: str, *, exactly: bool = False) -> Torc
 def _read_zip(source: Source, name: str, *, exactly: bool) -> TorchFile:
     records = parse_archive(source.size(name), lambda offset, nbytes: source.read(name, offset, nbytes))
     if "data.pkl" not in records:
-        raise UnreadableError("the archive has no data.pkl: not what torch.save writes")
+        raise UnreadableError("the archive has no data.pkl: torch.save did not write it")
     for record in ("data.pkl", "byteorder"):
         if record in records and records[record].nbytes > MAX_PICKLE_BYTES:
             raise UnreadableError(f"{record} has {records[record].nbytes} bytes, the limit is {MAX_PICKLE_BYTES}")
@@ -114,14 +114,14 @@ def _read_stream(source: Source, name: str) -> TorchFile:
     magic, protocol, system, saved, keys = (each.value for each in values)
     little = system.get("little_endian") if type(system) is dict else None
     if magic != _MAGIC or protocol != _PROTOCOL or type(little) is not bool or type(keys) is not list:
-        raise UnreadableError("the file does not begin as torch.save before 1.6 wrote it")
+        raise UnreadableError("the file does not begin like one that torch.save before 1.6 wrote")
     if not little:
         raise UnreadableError("the file is not little-endian")
     if sorted(map(str, keys)) != sorted(values[3].storages):
-        raise UnreadableError("the list of storages is not that of the tensors' storages")
+        raise UnreadableError("the list of storages does not match the tensors' storages")
     for key, of in values[3].storages.items():  # nothing else of a stream is summed: a flipped bit shows here
         if type(of[3]) is not str or _DEVICE.fullmatch(of[3]) is None:
-            raise UnreadableError(f"storage {key} is of the device {of[3]!r}, which torch.load does not know")
+            raise UnreadableError(f"storage {key} is on the device {of[3]!r}, which torch.load does not support")
     storages = dict(_stream_storages(source, name, position, keys, values[3].storages))
     return TorchFile(name=name, value=saved, storages=storages, sums=(), num_unsummed=len(storages))
 
@@ -134,7 +134,7 @@ def _stream_storages(
         width, num_elems = _width(named[key])
         (found,) = (int.from_bytes(source.read(name, position, 8), "little", signed=True),)
         if found != num_elems:
-            raise UnreadableError(f"storage {key} has {found} elements, its tensors say {num_elems}")
+            raise UnreadableError(f"storage {key} has {found} elements, but its tensors record {num_elems}")
         yield key, ArchiveRecord(position + 8, num_elems * width, None)
         position += 8 + num_elems * width
     if position != size:
@@ -152,7 +152,7 @@ def _width(identifier: tuple[object, ...]) -> tuple[int, int]:
             width = 1 if kind == "UntypedStorage" else _QUANTISED.get(kind, 0) if dtype is None else dtype.bits // 8
             if width and 0 <= num_elems <= MAX_ELEMS:
                 return width, num_elems
-    raise UnreadableError("a storage is of no known type or of an impossible length")
+    raise UnreadableError("a storage has an unknown type or an impossible length")
 
 
 def _pickle_at(source: Source, name: str, position: int) -> Pickled:

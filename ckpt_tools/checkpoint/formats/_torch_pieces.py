@@ -91,7 +91,7 @@ def _chunk(file: TorchFile, tensor: PickledTensor, box: Box) -> Chunk:
     if storage is None:
         raise UnreadableError(f"its storage, data/{tensor.key}, is not in the file")
     if storage.nbytes != tensor.storage_nbytes:
-        what = f"its storage has {storage.nbytes} bytes in the file, and should have {tensor.storage_nbytes}"
+        what = f"its storage has {storage.nbytes} bytes in the file instead of {tensor.storage_nbytes}"
         raise UnreadableError(what)
     if not is_possible_shape(head.shape):
         raise UnreadableError(f"a tensor of shape {list(head.shape)} is too large to exist")
@@ -111,7 +111,7 @@ def _chunks(file: TorchFile, tensor: PickledTensor, box: Box) -> tuple[Chunk, ..
         return (chunk,)
     counts = tuple(size if not step else 1 for step, size in zip(strides, box.sizes, strict=True))
     if math.prod(counts) > MAX_COPIES:
-        raise LimitError(f"an expanded tensor of {math.prod(counts)} parts on the same bytes")
+        raise LimitError(f"an expanded tensor of {math.prod(counts)} parts that share their bytes")
     sizes = tuple(1 if not step else size for step, size in zip(strides, box.sizes, strict=True))
     kept = None if is_row_major(sizes, strides) else strides
     return tuple(replace(chunk, box=Box(at, sizes), strides=kept) for at in product(*map(range, counts)))
@@ -222,7 +222,7 @@ def _mesh_sizes(mesh: Mapping[object, object]) -> tuple[tuple[int, ...], tuple[i
             return tuple(math.prod(each or ()) for each in found), ranks
     elif (saved := mesh.get("mesh")) is not None:
         return rebuild_tensor(saved).head.shape, ()
-    raise UnreadableError("its mesh is written in a way that is not known")
+    raise UnreadableError("its mesh is stored in an unknown form")
 
 
 def _axis_sizes(axis: object) -> tuple[int, ...] | None:
@@ -236,7 +236,7 @@ def box_in(piece: TensorPiece, sizes: tuple[int, ...], coordinate: tuple[int, ..
     match piece.layout:
         case (tuple(own), tuple(cuts)) if len(own) == len(sizes) == len(cuts):
             return Box(*cell(piece.shape, sizes, cuts, coordinate))
-    raise UnreadableError(f"tensor {piece.fqn!r} is not shared by a mesh of {len(sizes)} dims")
+    raise UnreadableError(f"tensor {piece.fqn!r} is not sharded over a mesh of {len(sizes)} dims")
 
 
 def _cut_of(placement: object) -> Cut:
@@ -247,7 +247,7 @@ def _cut_of(placement: object) -> Cut:
         dim, factor = fields.get("dim", 0), fields.get("split_factor", 1)
         if kind in ("Shard", "_StridedShard", "Replicate") and type(dim) is int and type(factor) is int:
             return kind, dim, factor
-    raise UnreadableError(f"it is placed as {kind or 'something unknown'}, which is not read")
+    raise UnreadableError(f"it is placed as {kind or 'something unknown'}, which ckpt does not read")
 
 
 def cell(
@@ -300,7 +300,7 @@ def _sharded_tensor(
     process = _attributes(group, "ProcessGroupState")
     rank, world_size = process.get("global_rank"), process.get("global_world_size")
     if type(local) is not list or type(rank) is not int or type(world_size) is not int:
-        raise UnreadableError("its parts or its ranks are not said")
+        raise UnreadableError("its parts or its ranks are not recorded")
     chunks = []
     for shard in local:
         fields = _attributes(shard, "Shard")
@@ -323,7 +323,7 @@ def _shard_box(value: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
     fields = _attributes(value, "ShardMetadata")
     offsets, sizes = _sizes(fields.get("shard_offsets")), _sizes(fields.get("shard_sizes"))
     if offsets is None or sizes is None or len(offsets) != len(sizes):
-        raise UnreadableError("a part has no sound place")
+        raise UnreadableError("a part has an invalid position")
     return offsets, sizes
 
 
@@ -369,7 +369,7 @@ def describe_state(file: TorchFile, root: KeyPath = ()) -> Content:
         path, value = pending.pop()
         num_values += 1
         if num_values > MAX_VALUES or len(path) > MAX_DEPTH:
-            raise LimitError(f"more than {MAX_VALUES} values, or more than {MAX_DEPTH} containers in each other")
+            raise LimitError(f"more than {MAX_VALUES} values, or more than {MAX_DEPTH} nested containers")
         if isinstance(value, dict) or (isinstance(value, list | tuple) and _holds_tensors(value)):
             children = value.items() if isinstance(value, dict) else enumerate(value)
             inner: list[tuple[KeyPath, object]] = []
@@ -464,7 +464,7 @@ def assemble(
     for rank, state in states.items():
         for piece in state.pieces:
             if piece.rank not in (None, rank):
-                raise misfit(path, f"the file of rank {rank} says that it is of rank {piece.rank}")
+                raise misfit(path, f"the file of rank {rank} records rank {piece.rank} instead")
             held = pieces.setdefault(piece.fqn, {})
             held[rank] = piece
             known, first = next(iter(held.items()))
@@ -474,11 +474,11 @@ def assemble(
                 ("placement", first.layout, piece.layout),
             ):
                 if one != other:
-                    raise misfit(path, f"ranks {known} and {rank} have another {what} of tensor {piece.fqn!r}")
+                    raise misfit(path, f"ranks {known} and {rank} differ in the {what} of tensor {piece.fqn!r}")
     for fqn, held in pieces.items():
         wanted = states.keys() if owners is None else owners.get(fqn, ())
         if more := sorted(held.keys() - wanted):
-            raise misfit(path, f"rank {more[0]} has tensor {fqn!r}, and should not have it")
+            raise misfit(path, f"rank {more[0]} has tensor {fqn!r}, but should not")
         if held.keys() != {*wanted} & states.keys():
             if leader not in held and leader in wanted:
                 raise misfit(path, f"rank {min(held)} has tensor {fqn!r}, and rank {leader} does not")
@@ -498,7 +498,7 @@ def assemble(
 
 def misfit(path: str, what: str) -> UnreadableError:
     """Return the error for files that are not of one save."""
-    hint = "files of different models or saves lie here together: restore those of one"
+    hint = "files of different models or saves are mixed here: restore those of one"
     return UnreadableError(what, where=path, hint=hint)
 
 
@@ -508,7 +508,7 @@ def missing_ranks(
     """Say which ranks' files are not here, where the others have replicas of all that they hold."""
     highest = max((piece.highest for state in states.values() for piece in state.pieces), default=0)
     if ranks.world_size and max(highest, *states) >= ranks.world_size:
-        raise misfit(path, f"rank {max(highest, *states)} is named, in files of a world of {ranks.world_size} ranks")
+        raise misfit(path, f"rank {max(highest, *states)} appears in files for only {ranks.world_size} ranks")
     world_size = ranks.world_size or 1 + max(highest, *states)
     missing = [rank for rank in range(world_size) if rank not in states]
     if not missing:
@@ -529,7 +529,7 @@ def keep_one(entry: TensorEntry, reader: Reader) -> TensorEntry:
         first = firsts.setdefault(chunk.box, chunk)
         if first is not chunk and not _is_same(first, chunk, reader):
             what = f"tensor {entry.fqn!r}: ranks that should have the same part have different ones"
-            hint = "files of different steps, or every rank has a tensor of its own: --exclude leaves it out"
+            hint = "are the files of one step? If every rank has its own tensor, leave it out with --exclude"
             raise UnreadableError(what, where=f"{first.span.file}, {chunk.span.file}", hint=hint)
     return entry if len(firsts) == len(entry.chunks) else replace(entry, chunks=tuple(firsts.values()))
 

@@ -42,7 +42,7 @@ _KINDS = {
     "meta_tensor_no_storage": "meta",
     "qtensor": "quantised",
 }
-_PLAIN = "where you trust it: load it with the library of that class, and save plain tensors (dequantize() of torchao)"
+_PLAIN = "if you trust it, load it with the library of that class and save plain tensors (dequantize() of torchao)"
 PLAIN_CALLS = (DENSE, _V3)  # Names of calls that make a dense tensor of a part of a storage
 _UNTYPED = "torch.storage.UntypedStorage"
 _HOOKS = "collections.OrderedDict"
@@ -127,7 +127,7 @@ def rebuild_tensor(value: object) -> PickledTensor:
     for dtype, size in filter(None, claims):
         is_same = type(dtype) is GlobalName and dtype.name == f"torch.{tensor.head.dtype.torch_name}"
         if not is_same or _numbers(size, "shape") != _numbers(value.args[2], "shape"):
-            raise _unsupported(outer) or UnreadableError("a wrapped tensor has another dtype or shape than its wrapper")
+            raise _unsupported(outer) or UnreadableError("a wrapped tensor differs from its wrapper in dtype or shape")
     return tensor
 
 
@@ -189,7 +189,7 @@ def _rebuild(call: Record) -> PickledTensor:
         dtype = BY_TORCH_NAME.get(named.name.removeprefix("torch.")) if type(named) is GlobalName else None
         dtype = dtype if storage_class == _UNTYPED else None
     if dtype is None:
-        raise UnreadableError(f"the tensor has no dtype that goes with its {storage_class}")
+        raise UnreadableError(f"the tensor has no dtype that matches its {storage_class}")
     width = dtype.bits * dtype.pack // 8  # bytes of one torch element
     storage_nbytes = num_elems * width if call.name == DENSE else num_elems
     sizes = _numbers(shape, "shape")
@@ -221,9 +221,9 @@ def _storage(value: object) -> tuple[str, str, int]:
         match value.args[0]:
             case ("storage", GlobalName(name=name), str(key), str(), int(num_elems), *view):
                 if len(view) > 1 or (view and view[0] is not None):
-                    raise UnreadableError("the tensor lies in a view of a storage, as only torch before 0.4 wrote them")
+                    raise UnreadableError("the tensor is in a view of a storage, which only torch before 0.4 wrote")
                 if not key.isdecimal():
-                    raise UnreadableError("the storage has no number for a name")
+                    raise UnreadableError("the name of the storage is not a number")
                 if type(num_elems) is int and 0 <= num_elems <= MAX_ELEMS:
                     return name, key, num_elems
     raise UnreadableError("the tensor has no storage")
@@ -246,7 +246,7 @@ def _numbers(value: object, what: str) -> tuple[int, ...]:
     if type(value) is Record and value.name == "torch.Size" and len(value.args) == 1:
         value = value.args[0]
     if type(value) is not tuple or not all(type(n) is int and 0 <= n <= MAX_ELEMS for n in value):
-        raise UnreadableError(f"the {what} of the tensor is no tuple of numbers between 0 and 2^62")
+        raise UnreadableError(f"the {what} of the tensor is not a tuple of numbers between 0 and 2^62")
     if len(value) > MAX_DIMS:
         raise UnreadableError(f"the {what} of the tensor has {len(value)} dims, PyTorch at most {MAX_DIMS}")
     return value

@@ -70,7 +70,7 @@ def check_sealed(
     if missed is not None:
         missed += found
     elif found:
-        what = f"not read, and perhaps a part of the model: {first_few(found)}"
+        what = f"not read, but perhaps part of the model: {first_few(found)}"
         hint = "save what belongs to the model as tensors; `ckpt extract SRC NEW --exclude GLOB` leaves the rest out"
         raise UnreadableError(what, where=opened.source.root, hint=hint)
 

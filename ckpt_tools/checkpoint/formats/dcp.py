@@ -78,9 +78,9 @@ def _is_other(span: ByteSpan, reader: Reader, seen: list[bool]) -> bool:
 def item_mismatch(dtype: DType, sizes: tuple[int, ...], head: ItemHead) -> str | None:
     """Return how an item disagrees with the metadata's dtype and chunk sizes, or None."""
     if head.dtype != dtype:
-        return f"the metadata says dtype {dtype.name}, the item holds {head.dtype.name}"
+        return f"the metadata has dtype {dtype.name}, but the item has {head.dtype.name}"
     if head.shape != sizes:
-        return f"the metadata says sizes {list(sizes)}, the item holds {list(head.shape)}"
+        return f"the metadata has sizes {list(sizes)}, but the item has {list(head.shape)}"
     return None
 
 

@@ -59,7 +59,7 @@ def parse_paths(planner_data: object, names: Collection[object]) -> Mapping[str,
     if type(planner_data) is not dict:
         return {}
     if any(type(key) is Record and key.name not in _HASHABLE for key in planner_data):
-        raise UnreadableError("planner_data has a key that torch cannot make one of")
+        raise UnreadableError("planner_data has a key that torch cannot use as a dict key")
     paths = {fqn: path for fqn, path in planner_data.items() if type(fqn) is str and _is_path(path)}
     if paths.keys().isdisjoint(names):
         return {}
@@ -278,12 +278,12 @@ def _span(fqn: str, info: dict[object, object], files: dict[str, str]) -> ByteSp
     offset = info.get("offset")
     nbytes = info.get("length")
     if type(file) is not str or type(offset) is not int or type(nbytes) is not int:
-        raise UnreadableError(f"'{fqn}': its entry in storage_data lacks relative_path, offset or length")
+        raise UnreadableError(f"'{fqn}': its entry in storage_data has no relative_path, offset or length")
     if not (0 <= offset <= MAX_ELEMS and 0 <= nbytes <= MAX_ELEMS):
         raise UnreadableError(f"'{fqn}': bytes {offset}+{nbytes} cannot be a part of a file")
     if file not in files:
         if not is_plain_path(file):
-            what = f"'{fqn}' is said to lie in '{file}', which is not a plain path inside the checkpoint"
+            what = f"'{fqn}' is recorded in '{file}', which is not a plain path inside the checkpoint"
             raise UnreadableError(what)
         files[file] = file
     if len(info) > 3:

@@ -67,7 +67,7 @@ def describe_sharded(root: str, files: Sequence[HeaderFile]) -> Checkpoint:
             other = boxes.setdefault(chunk.box, chunk)
             if other is not chunk and chunk.span.nbytes:  # its writer stores a part once, whoever else has it
                 what = f"tensor {fqn!r}: the part at {list(offsets)} is in two files of different saves"
-                hint = "remove the files of the older save; `ls -l` tells them apart"
+                hint = "remove the files of the older save; compare their dates with `ls -l`"
                 raise UnreadableError(what, where=f"{other.span.file}, {chunk.span.file}", hint=hint)
         tensors.append(replace(first, shape=shape, chunks=tuple(boxes.values())))
     return Checkpoint(
@@ -89,7 +89,7 @@ def _parse_sharding(file: HeaderFile) -> dict[str, tuple[int, ...]]:
         fields = table.get(entry.fqn)
         offsets = fields.get(OFFSETS_KEY) if isinstance(fields, dict) else None
         if not isinstance(offsets, list) or not all(type(n) is int and 0 <= n <= MAX_ELEMS for n in offsets):
-            raise UnreadableError(f"{SHARDING_KEY} has no sound offsets for tensor {entry.fqn!r}", where=file.name)
+            raise UnreadableError(f"{SHARDING_KEY} has no valid offsets for tensor {entry.fqn!r}", where=file.name)
         parsed[entry.fqn] = tuple(offsets)
     return parsed
 
@@ -126,7 +126,7 @@ class HfSharded(Format):
         names = [name for name in files if SHARDED_FILE.fullmatch(name)]
         names = names or [name for name in files if ITEMS_FILE.fullmatch(name)]
         if not names:
-            raise UnreadableError("no files of DCP's HF writer here", where=path)
+            raise UnreadableError("there are no files of DCP's HF writer here", where=path)
         read = [read_file(source, name) for name in names]
         checkpoint = describe_sharded(source.root, read)
         if manifest is None:
@@ -191,7 +191,7 @@ def place_sharded(
     # a tensor. Blobs are refused: these files cannot hold them.
     if names := [blob.fqn for blob in blobs]:
         what = f"safetensors holds only tensors; the source has {len(blobs)} other items: {first_few(names)}"
-        raise UsageError(what, hint="--serialization torch carries them; --for plain writes the model alone")
+        raise UsageError(what, hint="keep them with --serialization torch, or write only the model with --for plain")
     parts: dict[int, list[tuple[Box, TensorEntry]]] = {}  # what each rank's file holds, as tensors of their own
     for entry in tensors:
         if entry.dtype.torch_name is None or entry.dtype.name in _NOT_READ:

@@ -100,18 +100,18 @@ def find_save(source: Source, files: Mapping[str, int], path: str) -> Save:
             named = read_document(source, name, 4096).decode(errors="replace").strip()
             save = saves.get(f"{named}/")
             if save is None:
-                what = f"{name} names {named!r}, which is not here; here is {shown or 'no other'}"
+                what = f"{name} names {named!r}, which is missing; found: {shown or 'no other'}"
                 raise UnreadableError(what, where=path, hint="restore it, or pass the directory of another")
     if save is None:
-        what = f"several saves of DeepSpeed's, and no file latest: {shown}" if saves else "no save of DeepSpeed's here"
+        what = f"several DeepSpeed saves, but no file `latest`: {shown}" if saves else "no DeepSpeed save here"
         hint = "pass the directory of one" if saves else "restore the directory with mp_rank_… and zero_pp_rank_… files"
         raise UnreadableError(what, where=path, hint=hint)
     if save.parts and not save.universal:
-        what = f"a save with tensor parallelism, a pipeline or experts ({save.parts[0]}), which is not read"
+        what = f"a save with tensor parallelism, a pipeline or experts ({save.parts[0]}), which ckpt does not read"
         raise UnreadableError(what, where=path, hint=MERGE)
     if save.twins or (save.model and save.models):
-        what = f"two files of one rank ({save.twins[0]})" if save.twins else "files of ZeRO's stage 3 and of another"
-        raise UnreadableError(what, where=path, hint="a save over an older one left both: move the files of one away")
+        what = f"two files of one rank ({save.twins[0]})" if save.twins else "files of ZeRO stage 3 and another stage"
+        raise UnreadableError(what, where=path, hint="one save was written over another: move the files of one away")
     if not save.model and not save.models and not save.universal:
         raise UnreadableError("a save without the model's file (…_model_states.pt)", where=path, hint="restore it")
     return save
@@ -127,14 +127,14 @@ def read_shapes(value: object, where: str) -> list[Shapes]:
     groups: list[Shapes] = []
     for group in value if isinstance(value, list) else [None]:
         if not isinstance(group, dict):
-            raise UnreadableError("no param_shapes: not a file of ZeRO's", where=where)
+            raise UnreadableError("no param_shapes: not a ZeRO file", where=where)
         shapes: dict[str, tuple[int, ...]] = {}
         for name, shape in group.items():
             saved = shape.args[0] if type(shape) is Record and shape.name == "torch.Size" and shape.args else shape
             sizes = tuple(n for n in list_of(saved) if type(n) is int and n >= 0)
             is_whole = isinstance(saved, tuple | list) and len(sizes) == len(saved)
             if type(name) is not str or fqn_problem(name) or not is_whole or not is_possible_shape(sizes):
-                raise UnreadableError(f"the shape of parameter {len(shapes)} is not one, or its name", where=where)
+                raise UnreadableError(f"parameter {len(shapes)} has an invalid shape or name", where=where)
             shapes[name] = sizes
         groups.append(shapes)
     if sum(map(len, groups)) > MAX_TENSORS:

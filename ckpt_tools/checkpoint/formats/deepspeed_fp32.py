@@ -116,9 +116,9 @@ def read_rank(file: TorchFile) -> Rank:
     content = file.value if isinstance(file.value, dict) else {}
     state = content.get("optimizer_state_dict")
     if not isinstance(state, dict):
-        raise UnreadableError("no optimizer_state_dict: not a rank's file of ZeRO's", where=file.name)
+        raise UnreadableError("no optimizer_state_dict: not a ZeRO rank file", where=file.name)
     if "ds_zero_partition_groups" in state:
-        raise UnreadableError("experts that other ranks share than the rest (AutoEP)", where=file.name, hint=MERGE)
+        raise UnreadableError("experts shared by other ranks than the rest (AutoEP)", where=file.name, hint=MERGE)
     stage = state.get("zero_stage", 1)  # BF16_Optimizer does not say
     stage = stage.args[0] if isinstance(stage, Record) and stage.args else stage
     vectors = state.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
@@ -176,7 +176,7 @@ def _addresses(mapping: object, file: TorchFile) -> dict[str, tuple[int, int]]:
         fields = address.state if type(address) is Record else None
         start, num_elems = (fields.get("start"), fields.get("numel")) if isinstance(fields, dict) else (None, None)
         if type(name) is not str or type(start) is not int or type(num_elems) is not int:
-            raise UnreadableError("where parameters lie is not said in a way that is known", where=file.name)
+            raise UnreadableError("the positions of parameters are stored in an unknown form", where=file.name)
         found[name] = (start, num_elems)
     return found
 
@@ -192,7 +192,7 @@ def find_runs(ranks: Sequence[Rank], groups: Sequence[Shapes]) -> dict[str, list
     else:
         for rank in ranks:
             if len(rank.masters) != len(groups):
-                what = f"{len(rank.masters)} groups, and the model's file has {len(groups)}"
+                what = f"{len(rank.masters)} groups, but the model's file has {len(groups)}"
                 raise UnreadableError(what, where=rank.file, hint=ALL_RANKS)
         for group, each in enumerate(groups):
             runs |= _by_order(ranks, group, each)
@@ -209,7 +209,7 @@ def _by_order(ranks: Sequence[Rank], group: int, shapes: Shapes) -> dict[str, li
     ends = list(accumulate(rank.masters[group].num_elems for rank in ranks))
     paddings = ranks[0].paddings[group] if group < len(ranks[0].paddings) else [0] * len(shapes)
     if len(paddings) != len(shapes) or min(paddings, default=0) < 0:
-        raise UnreadableError(f"the paddings of group {group} are not those of its parameters", where=ranks[0].file)
+        raise UnreadableError(f"the paddings of group {group} do not match its parameters", where=ranks[0].file)
     runs, position = {}, 0
     for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
         runs[name] = [
@@ -219,7 +219,7 @@ def _by_order(ranks: Sequence[Rank], group: int, shapes: Shapes) -> dict[str, li
         position += math.prod(shape) + padding
     align = 2 * len(ranks)
     if -(-position // align) != -(-ends[-1] // align):
-        what = f"the parameters of group {group} have {position} elements, the ranks' vectors {ends[-1]}"
+        what = f"the parameters of group {group} have {position} elements, but the ranks' vectors have {ends[-1]}"
         raise UnreadableError(what, where=ranks[0].file, hint=ALL_RANKS)
     said = [rank.addresses[group] if group < len(rank.addresses) else {} for rank in ranks]
     counted: list[dict[str, tuple[int, int]]] = [{} for _ in ranks]
@@ -228,7 +228,7 @@ def _by_order(ranks: Sequence[Rank], group: int, shapes: Shapes) -> dict[str, li
             counted[run.rank][name] = (run.offset, run.num_elems)
     for rank, theirs, ours in zip(ranks, said, counted, strict=True):
         if any(said) and theirs != ours:  # BF16_Optimizer may write empty ones
-            what = f"its stretch of group {group} is not the one that the order of the parameters gives it"
+            what = f"its stretch of group {group} does not match the order of the parameters"
             raise UnreadableError(what, where=rank.file, hint=ALL_RANKS)
     return runs
 
@@ -251,7 +251,7 @@ def _by_parts(ranks: Sequence[Rank], shapes: Shapes) -> dict[str, list[FlatRun]]
     for rank, of_rank in zip(ranks, ends, strict=True):
         held = of_rank[-1] if of_rank else 0
         if held != position:
-            what = f"its vectors have {held} elements, its parts of the parameters {position}"
+            what = f"its vectors have {held} elements, but its parts of the parameters have {position}"
             raise UnreadableError(what, where=rank.file, hint=ALL_RANKS)
     return runs
 
@@ -377,7 +377,7 @@ def _read_ranks(source: Source, save: Save, models: Sequence[TorchFile], path: s
     for rank in ranks:
         if rank.counts - {len(ranks)} or rank.stage != stage or (stage == 3) != bool(save.models):
             counts = first_few(sorted(map(str, rank.counts)))
-            what = f"it is of stage {rank.stage} of ZeRO on {counts} ranks; here are files of {len(ranks)} ranks"
+            what = f"it is from ZeRO stage {rank.stage} on {counts} ranks, but there are files of {len(ranks)} ranks"
             raise UnreadableError(what, where=rank.file, hint=ALL_RANKS)
     for model in models:
         check_number(model, "dp_world_size", len(ranks), ALL_RANKS)
@@ -386,7 +386,7 @@ def _read_ranks(source: Source, save: Save, models: Sequence[TorchFile], path: s
     for other in models[1:]:
         shapes = read_shapes(content_of(other).get("param_shapes"), other.name)
         if [list(each.items()) for each in shapes] != [list(each.items()) for each in groups]:
-            raise UnreadableError("its parameters are not those of rank 0", where=other.name, hint=ALL_RANKS)
+            raise UnreadableError("its parameters differ from those of rank 0", where=other.name, hint=ALL_RANKS)
         check_number(other, "global_steps", integer_of(models[0], "global_steps", 0), ALL_RANKS)
     return _ZeroLayout(
         note=f"reads the fp32 weights of ZeRO's stage {stage}, of {len(ranks)} ranks",
@@ -426,7 +426,7 @@ def _read_universal(source: Source, save: Save, models: Sequence[TorchFile]) -> 
         known = {name: shape for each in groups for name, shape in each.items()}
     for model in models if save.model else ():
         if integer_of(model, "dp_world_size", 2) != 1 and is_shuffled(content_of(model).get("ds_config")):
-            what = "made with round_robin_gradients, of which DeepSpeed's converter (0.19.8) takes the wrong elements"
+            what = "made with round_robin_gradients, for which DeepSpeed's converter (0.19.8) picks the wrong elements"
             raise UnreadableError(what, where=model.name, hint="pass the directory that it was made from")
     files = []
     shapes: dict[str, tuple[int, ...]] = {}
@@ -533,5 +533,5 @@ def _number(value: object, source: Source, where: str) -> float:
         content = source.read(value.span.file, value.span.offset, value.span.nbytes)
         (value,) = struct.unpack(_NUMBERS[value.dtype.name], content)
     if not isinstance(value, int | float) or not abs(value) < _MOST:
-        raise UnreadableError("a number of the optimizer's is of another dtype, or not finite", where=where)
+        raise UnreadableError("an optimizer number has another dtype or is not finite", where=where)
     return float(value)

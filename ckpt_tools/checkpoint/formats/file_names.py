@@ -83,8 +83,8 @@ _OF = r"(?P<stem>.*?)[-_.]?(?P<i>\d{1,6})-of-(?P<n>\d{1,6})(?P<end>\.[\w.]+)"
 PART_NAMES = (
     PartName(
         re.compile(rf"(?:.*/)?{_OF}"),
-        "one file of a model in several",
-        "pass the directory with all files and their index (*.index.json); fetch what is missing of them",
+        "one of several files of a model",
+        "pass the directory with all files and their index (*.index.json); download those that are missing",
         1,
     ),
     PartName(
@@ -94,19 +94,19 @@ PART_NAMES = (
     ),
     PartName(
         re.compile(r"(?:.*/)?(?P<stem>mp_rank|tp_rank|pp_rank)_(?P<i>\d{2,3})(?P<more>(?:_\w+?)*)/[^/]+"),
-        "one part of a model that Megatron or NeMo has cut by tensor or pipeline parallelism",
+        "one part of a model that Megatron or NeMo split by tensor or pipeline parallelism",
         _MEGATRON,
     ),
     PartName(
         re.compile(
             r"(?:.*/)?(?:(?P<stem>mp_rank)_(?P<i>\d{2,3})|layer_(?P<j>\d+)-model_\d+)(?P<end>[-_]model_states\.pt)"
         ),
-        "one part of a model that DeepSpeed has cut by tensor or pipeline parallelism",
+        "one part of a model that DeepSpeed split by tensor or pipeline parallelism",
         "load it with the trainer, and save the whole model",
     ),
     PartName(
         re.compile(r"(?:.*/)?(?P<stem>.+?)[-_.]shard-?(?P<i>\d{1,5})(?P<end>\.\w+)"),
-        "one shard of fairscale's or fairseq's",
+        "one fairscale or fairseq shard",
         "join them with fairscale's consolidate_shard_weights, or metaseq's consolidate_fsdp_shards",
     ),
     PartName(
@@ -183,6 +183,6 @@ def parts_of(taken: Iterable[str], files: Iterable[str]) -> Iterator[tuple[Named
             if len(names) < named.count:  # numbers begin at 0 or 1
                 yield named, f"{some}: {len(names)} of {named.count} files of one model"
         elif missing:
-            yield named, f"{some}: {named.kind.what}, {len(names) + len(missing)} of which lie here"
+            yield named, f"{some}: {named.kind.what}; this directory has {len(names) + len(missing)} of them"
         elif min(names) > named.kind.first:
-            yield named, f"{some}: {named.kind.what}, and the first is not taken"
+            yield named, f"{some}: {named.kind.what}, but not the first"

@@ -86,7 +86,7 @@ class Format(Protocol):
 
     def shaped(self, shapes: Shapes) -> Format:  # noqa: ARG002
         """Return the format for files that need another checkpoint's shapes; others raise `UsageError`."""
-        raise UsageError(f"--shapes-from is for files of ranks, and this is {self.name}", hint="leave it out")
+        raise UsageError(f"--shapes-from needs rank files, but this is {self.name}", hint="leave it out")
 
     def resolve(self, entry: TensorEntry, reader: Reader) -> TensorEntry:  # noqa: ARG002
         """Return `entry` with every chunk's span on its raw bytes; reads the headers of items, where there are any."""

@@ -86,7 +86,7 @@ def _check_index(tensors: Mapping[str, TensorEntry], index: Mapping[str, str]) -
     for fqn, name in index.items():
         entry = tensors.get(fqn)
         if entry is None or entry.chunks[0].span.file != name:
-            found = "no file has it" if entry is None else f"it is in {entry.chunks[0].span.file}"
+            found = "no file contains it" if entry is None else f"it is in {entry.chunks[0].span.file}"
             what = f"the index puts tensor {fqn!r} into {name}, but {found}"
             raise UnreadableError(what, where=name, hint="restore the file that belongs to this index")
     for fqn, entry in tensors.items():
@@ -208,10 +208,10 @@ def _choose_files(source: Source, files: Mapping[str, int], path: str) -> tuple[
     if models := find_models(source, files):
         return None, models
     likeliest = max(singles or indexes, key=lambda name: files[name])
-    what = f"{len(singles)} safetensors files and {len(indexes)} indexes; it is not known which belong together"
+    what = f"{len(singles)} safetensors files and {len(indexes)} indexes, and no index tells which belong together"
     hint = f"pass one file: {os.path.join(path, likeliest)}, or restore the index"
     if not indexes and not _share_names(source, singles):
-        hint = f"restore the index ({INDEX_SUFFIX[1:]}) that says which files make one model"
+        hint = f"restore the index ({INDEX_SUFFIX[1:]}) that lists which files form one model"
     raise UnreadableError(f"{what}: {first_few(sorted(singles or indexes), 8)}", where=path, hint=hint)
 
 

@@ -38,7 +38,7 @@ _MAX_CONFIG_BYTES = 16 << 20
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers")
 _HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model", "dim", "hidden_dim")
 HOLLOW = (
-    "ZeRO-3 saves so when the weights are not gathered: set stage3_gather_16bit_weights_on_model_save, or convert the "
+    "ZeRO-3 saves this when weights are not gathered: set stage3_gather_16bit_weights_on_model_save, or convert the "
     "DeepSpeed checkpoint itself (ckpt gather)"
 )
 """What to do about weights of shape [0]."""
@@ -152,7 +152,7 @@ def _judge(
     if held is None or expected is None:
         return _Judged("yes", (opened.complete,)) if opened.complete else _Judged("not known", ())
     if held.foreign:
-        what = f"{len(held.foreign)} of {len(names)} names are not of {architecture}, which {_CONFIG} names"
+        what = f"{len(held.foreign)} of {len(names)} names are not of {architecture}, the architecture in {_CONFIG}"
         return _Judged("yes" if opened.complete else "not known", tuple(filter(None, (opened.complete, what))))
     absent = [*held.missing, *held.incomplete]
     # Many save without a pooler (add_pooling_layer), and a counter of batches starts at 0.
@@ -169,7 +169,7 @@ def _judge(
 def _hollow(opened: Opened, model: Sequence[TensorEntry]) -> str:
     """Say that there are no tensors, or that weights are of shape [0], as ZeRO-3 saves them when nobody gathers."""
     if not opened.checkpoint.tensors:
-        return "" if opened.checkpoint.blobs or opened.format.has_parts else "there is no tensor in it"
+        return "" if opened.checkpoint.blobs or opened.format.has_parts else "it contains no tensors"
     empty = [entry.fqn for entry in model if entry.shape == (0,) and not entry.fqn.endswith("_extra_state")]
     is_own = not is_adapter(empty)  # of an adapter, check-lora says more
     weights = [fqn for fqn in empty if is_own and fqn.rpartition(".")[2] == "weight"]

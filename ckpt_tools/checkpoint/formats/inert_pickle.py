@@ -351,7 +351,7 @@ class PickleReader:
         if known is None:
             if name not in self.allowed_globals:
                 shown = ascii(name[:200])
-                raise UnreadableError(f"the pickle names {shown}, which has no place here; it was not executed")
+                raise UnreadableError(f"the pickle names {shown}, which is not allowed here; it was not executed")
             known = self.names[name] = GlobalName(name)
         return known
 
@@ -399,7 +399,7 @@ class PickleReader:
         if num_open > 2 * limits.max_depth:
             raise LimitError(f"the pickle nests more than {limits.max_depth} containers")
         if len(self.depths) + self.num_records > _FREE_CONTAINERS + position // limits.bytes_per_container:
-            raise LimitError("the pickle makes more containers and objects than one of its length can fill")
+            raise LimitError("the pickle creates more containers and objects than its length can fill")
 
     def read(self) -> object:
         """Run the loop, and turn what a malformed pickle makes Python raise into words."""
@@ -412,7 +412,7 @@ class PickleReader:
             return self._loop(position)
         except (IndexError, struct.error) as error:
             # Slices past the end come back short, so only the length tells truncation from underflow.
-            what = "ends early" if position[0] >= len(self.data) - 9 else "takes what was never put there"
+            what = "ends early" if position[0] >= len(self.data) - 9 else "reads a value that was never stored"
             raise UnreadableError(f"the pickle {what}, near byte {position[0]}") from error
         except UnicodeDecodeError as error:
             raise UnreadableError("a string in the pickle is not UTF-8") from error

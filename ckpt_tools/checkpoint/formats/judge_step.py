@@ -343,7 +343,7 @@ def _parts(source: Source, files: Mapping[str, int]) -> Iterator[tuple[str, Open
 def _is_weights_only(look: _StepLook, contract: Contract, found: Found, *, is_named: bool) -> bool:
     """Is nothing there but weights, and was nothing else meant to be?"""
     rest = {need.what for need, names in found.items() if names}
-    rest -= {MODEL, "the config", "the name of the save to go on from"}
+    rest -= {MODEL, "the config", "the name of the save to continue from"}
     if contract.trainer == "lightning" and rest == {"loops, callbacks and schedules"}:
         content = look.read("meta.pt")
         return isinstance(content, dict) and "loops" not in content
@@ -376,7 +376,7 @@ def _judge(look: _StepLook, contract: Contract, found: Found, num_ranks: int | N
             missing = {None if number == 0 and "[_#]" in need.names else number for number in lacking}
         if missing:
             first, *more = sorted(missing, key=lambda each: each or 0)
-            what = f"it is missing, and those of {len(more)} more" if more else "it is missing"
+            what = f"it is missing, as are those of {len(more)} more" if more else "it is missing"
             does = need.tell(contract.title)
             yield Reason(file=need.file(first), what=what, does=does, of=need.what, is_sure=is_sure)
 
@@ -442,7 +442,7 @@ def _problem(look: _StepLook, contract: Contract, need: Need, name: str, *, is_r
     if name not in look.files:  # a directory of a part
         name = f"{name}/{METADATA_NAME}"
         if name not in look.files:
-            return f"it has no {METADATA_NAME}: its save did not end"
+            return f"it has no {METADATA_NAME}: its save was not finished"
     if not look.files[name]:
         return "it is empty"
     is_zip = False
@@ -451,7 +451,7 @@ def _problem(look: _StepLook, contract: Contract, need: Need, name: str, *, is_r
             text = read_document(look.source, name, _MAX_DOCUMENT_BYTES)
             document = parse_json(text, what="it", where=name, infinite=True)
             if not isinstance(document, dict):
-                return "it is not an object of JSON"
+                return "it is not a JSON object"
             if type(step := document.get("global_step")) is int:
                 look.said.append(Said(GLOBAL, step, name))
         elif PICKLE.fullmatch(name) and is_read:

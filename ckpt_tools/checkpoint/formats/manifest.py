@@ -150,7 +150,7 @@ def parse_manifest(text: bytes) -> Manifest:
     body, _, last = text.rpartition(_CHECKSUM)
     if last != f'"{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'.encode():
         what = "the manifest is damaged or was edited: its checksum differs"
-        hint = "restore it, or remove it to go on without digests and without the original file names"
+        hint = "restore it, or remove it to continue without digests and without the original file names"
         raise UnreadableError(what, where=MANIFEST_NAME, hint=hint)
     document: Any = parse_json(
         text,
@@ -176,7 +176,7 @@ def parse_manifest(text: bytes) -> Manifest:
 
 def _malformed(error: Exception) -> UnreadableError:
     what = f"the manifest is malformed: {str(error) or type(error).__name__}"
-    hint = "remove it to go on without digests and without the original file names"
+    hint = "remove it to continue without digests and without the original file names"
     return UnreadableError(what, where=MANIFEST_NAME, hint=hint)
 
 

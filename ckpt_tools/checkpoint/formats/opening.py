@@ -151,7 +151,7 @@ def check_candidates(candidates: Sequence[Candidate], path: str) -> None:
     other = next((each for each in candidates if each.differs == "yes"), None)
     if other is not None:
         taken = next(each for each in candidates if each.is_taken)
-        what = f"two sets of weights that differ lie here, {taken.name} ({taken.why}) and {other.name}: {other.why}"
+        what = f"two different sets of weights are here, {taken.name} ({taken.why}) and {other.name}: {other.why}"
         hint = f"choose one: {option_for(taken.name, path)} or {option_for(other.name, path)}"
         raise UnreadableError(what, where=path, hint=hint)
 
@@ -166,7 +166,7 @@ def refuse_part(opened: Opened, path: str, *, can_ask: bool) -> PartError:
     ways = [FLAT_WAY if why == FLAT else rest]
     if opened.step is not None and opened.step.is_repository:
         ways = [f"pass one model: {os.path.join(path, opened.step.parts[0].directory or HERE)}"]
-    ways += ["--as-part takes it as it is"] if can_ask and why != FLAT else []
+    ways += ["use it as it is with --as-part"] if can_ask and why != FLAT else []
     error = PartError(f"a part of a model: {why}", where=path, hint="; ".join(ways))
     error.by_names = opened.identity.by_names
     return error

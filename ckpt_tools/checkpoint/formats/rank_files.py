@@ -86,13 +86,13 @@ class RankFiles(Format):
         """Read the pickle of every rank's file, without running it, and fit the parts together."""
         found = _find(files)
         if not found:
-            raise UnreadableError("no files of ranks here", where=path)
+            raise UnreadableError("no rank files here", where=path)
         ranks = _choose(found, path)
         read = {rank: read_state(source, name) for rank, name in sorted(ranks.files.items())}
         states = {rank: state for rank, (_, state) in read.items()}
         rows = read_rows(states, path)
         if self._shapes is not None and not rows:
-            raise UsageError("--shapes-from: these files say their shapes themselves", where=path, hint="leave it out")
+            raise UsageError("--shapes-from: these files record their own shapes", where=path, hint="leave it out")
         whole = assemble(states, path) if not rows else tuple(rows.values())
         missing = missing_ranks(states, ranks, whole, path)
         tensors = unflatten(states, rows, self._shapes, path) if rows else whole
@@ -166,7 +166,7 @@ def _choose(found: list[RankedFiles], path: str) -> RankedFiles:
     same = [each for each in found if each.directory == first.directory]
     if len(same) > 1:
         shown = first_few([each.files[min(each.files)] for each in same])
-        what = f"files of ranks of {len(same)} models or world sizes: {shown}"
+        what = f"rank files of {len(same)} models or world sizes: {shown}"
         raise UnreadableError(what, where=path, hint="a save over an older one left both: move the files of one away")
     return first
 
@@ -192,7 +192,7 @@ def _step(found: list[RankedFiles], files: Mapping[str, int]) -> Step:
 
 _FLAT = re.compile(r"(?:.*\.)?_?flat_param(?:_\d+)?")
 _ALIGNMENT_BYTES = 16
-_SAME = "is it a checkpoint of the same model? Tied weights count once: torch.save(model.state_dict(), FILE) says which"
+_SAME = "is it a checkpoint of the same model? Tied weights count once: torch.save(model.state_dict(), FILE) shows them"
 _Run = tuple[str, int, int]  # Elements of a row: its name, the first, and where they end
 
 
@@ -208,7 +208,7 @@ def unflatten(
     """Return the tensors of a local state dict; its rows have a part for every element."""
     if shapes is None:
         what = "a local state dict of FSDP1: flat pieces of parameters, without their shapes"
-        hint = "name a checkpoint of the same model: --shapes-from MODEL (names and shapes are read, no weights)"
+        hint = "pass a checkpoint of the same model: --shapes-from MODEL (only names and shapes are read)"
         raise UnreadableError(what, where=path, hint=hint)
     runs = _named_runs(states, path)
     others = {
@@ -266,7 +266,7 @@ def _named_runs(states: Mapping[int, Content], path: str) -> dict[str, _Run]:
         row, start, stop = first
         for other, begin, end in more:
             if (other, begin) != (row, stop):
-                raise UnreadableError(f"the pieces of {fqn!r} on the ranks do not follow each other", where=path)
+                raise UnreadableError(f"the pieces of {fqn!r} are not contiguous across ranks", where=path)
             stop = end
         runs[fqn] = (row, start, stop)
     return runs
@@ -285,7 +285,7 @@ def _ordered_runs(
                 "saved with use_orig_params=False, without names: the order of the parameters must be known, and "
                 "safetensors and DCP do not keep it",
                 where=shapes.title,
-                hint="--shapes-from a file of torch.save's: torch.save(model.state_dict(), FILE), of any weights",
+                hint="pass --shapes-from a torch.save file: torch.save(model.state_dict(), FILE), with any weights",
             )
         position = 0
         for name in names:
@@ -316,5 +316,5 @@ def _check_filled(row: TensorEntry, runs: Iterable[tuple[int, int]], num_ranks: 
         most = gap if stop > start else max(gap, num_ranks)
         if not 0 <= start - position < most or any(part.strides is not None for part in row.chunks):
             what = f"elements {min(start, position)} to {max(start, position)} of {row.fqn!r}"
-            raise UnreadableError(f"{what} are of no parameter, or of two", where=path)
+            raise UnreadableError(f"{what} belong to no parameter, or to two", where=path)
         position = stop

@@ -85,7 +85,7 @@ def read_optimizer(
         missing = missing_ranks(states, replace(ranks, files=own), stored, path)
         for rank, found in values.items():
             if repr(found) != repr(values[leader]):
-                raise misfit(path, f"ranks {leader} and {rank} have other options of the optimizer")
+                raise misfit(path, f"ranks {leader} and {rank} have different optimizer options")
     except UnreadableError as error:
         return RankOptimizer(broken=error)
     out = {raw: keys for raw, (keys, _) in leaves[leader].items()}
@@ -107,12 +107,12 @@ def read_optimizer(
 def _notes(tensors: Iterable[TensorEntry], named: Mapping[int, str], model: Collection[str]) -> Iterator[str]:
     """Say where the names are from, and which of them the model does not have."""
     if named:
-        yield "the optimizer's parameters are numbered: taken in the model's order, into which they fit in one way"
+        yield "the optimizer's parameters are numbered: they were matched in the model's order, where only one way fits"
     owners = (
         strip_wrappers(str(entry.path[2])) for entry in tensors if entry.path[1] == "state" and len(entry.path) > 3
     )
     if others := [owner for owner in dict.fromkeys(owners) if owner not in model]:
-        yield f"the optimizer has state of parameters that the model's files do not have: {first_few(others, 4)}"
+        yield f"the optimizer has state for parameters that the model's files do not have: {first_few(others, 4)}"
 
 
 def _file_of(model: str) -> str:
@@ -127,7 +127,7 @@ def _name(value: object, state: Content, model: Mapping[str, _Kind]) -> dict[int
     if not isinstance(value, dict) or (
         value and not any(str(key).startswith(("state", "param_groups")) for key in value)
     ):
-        raise UnreadableError("it is not in the form of torch's optimizers")
+        raise UnreadableError("it does not have the form of a torch optimizer")
     listed = value.get("param_groups")
     groups = [each for each in listed if isinstance(each, dict) and _numbers(each)] if isinstance(listed, list) else []
     held: dict[object, list[_Kind]] = {}
@@ -144,7 +144,7 @@ def _name(value: object, state: Content, model: Mapping[str, _Kind]) -> dict[int
             own = _in_order([held.get(number, []) for number in numbers], sharded or model)
         found |= zip(numbers, own, strict=True)
     if len(set(found.values())) < sum(map(len, map(_numbers, groups))) or not held.keys() <= found.keys():
-        raise UnreadableError("its groups and its state do not have the same parameters, each once")
+        raise UnreadableError("its groups and its state do not list the same parameters, each once")
     return {number: strip_wrappers(fqn) for number, fqn in found.items()}
 
 
@@ -158,9 +158,9 @@ def _in_order(wanted: Sequence[Sequence[_Kind]], model: Mapping[str, _Kind]) -> 
     first = _earliest(wanted, list(model.items()))
     last = _earliest(wanted[::-1], list(model.items())[::-1])
     if first is None or last is None:
-        raise UnreadableError("its parameters have numbers, and their shapes and order are not those of the model")
+        raise UnreadableError("its parameters are numbered, and their shapes and order do not match the model")
     if first != last[::-1]:
-        raise UnreadableError("its parameters have numbers, and more than one of the model's fits them")
+        raise UnreadableError("its parameters are numbered, and more than one choice of the model's fits")
     return first
 
 

@@ -77,7 +77,7 @@ def _plan(
     boxes: dict[tuple[int, ...], Box] = {}
     pieces = [(call, read_piece(file, path, call, boxes)) for path, call in _tensors(file.value)]
     if pieces and all(piece.layout is None for _, piece in pieces):
-        raise UnreadableError("its tensors are whole, without a mesh: gather gives the model that training starts from")
+        raise UnreadableError("its tensors are whole, without a mesh: use gather for a model that training starts from")
     records = _records(file.value)
     known: list[bytes] = []
     changed: set[int] = set()
@@ -105,7 +105,7 @@ def _plan(
             changed |= {id(call), *_renew(own, key, box.sizes, piece.dtype.bits // 8)}
         parts[at[id(call)]][0].append(fqn)
     if left := sum(each.name.startswith(REBUILD) and id(each) not in changed for each in records):
-        raise UnreadableError(f"{left} tensors lie inside of objects")
+        raise UnreadableError(f"{left} tensors are inside objects")
     frame = archive_frame(build_pickle(file.value), [nbytes for _, _, nbytes in parts], known)
     chunks = (
         (fqn, Chunk(box=box, span=ByteSpan(file=name, offset=start, nbytes=nbytes)))
@@ -181,7 +181,7 @@ def _enlarge(mesh: Record, key: str, rank: int, sizes: tuple[int, ...]) -> bytes
         if name in fields:
             ranks = fields[name]
             if not isinstance(ranks, tuple) or ranks != tuple(range(len(ranks))):
-                raise UnreadableError("its mesh does not have the ranks in their order")
+                raise UnreadableError("its mesh does not list the ranks in order")
             fields[name] = tuple(range(world_size))
     place = _coordinate(rank, sizes)
     fields["_coordinate_on_dim"] = list(place) if isinstance(fields.get("_coordinate_on_dim"), list) else place
@@ -196,7 +196,7 @@ def _enlarge(mesh: Record, key: str, rank: int, sizes: tuple[int, ...]) -> bytes
         ):
             _renew(own, key, shape, _INTEGERS[storage])
             return b"".join(each.to_bytes(_INTEGERS[storage], "little") for each in range(world_size))
-    raise UnreadableError(f"its mesh has other dims than {len(sizes)}, or its ranks in another way")
+    raise UnreadableError(f"its mesh does not have {len(sizes)} dims, or stores its ranks differently")
 
 
 def _enlarge_layout(layout: object, sizes: tuple[int, ...]) -> None:
@@ -204,14 +204,14 @@ def _enlarge_layout(layout: object, sizes: tuple[int, ...]) -> None:
     stated = _fields(layout) if type(layout) is Record else {}
     axes = stated.get("axes", stated.get("shape"))
     if not isinstance(axes, tuple) or len(axes) != len(sizes):
-        raise UnreadableError(f"its mesh has other dims than {len(sizes)}")
+        raise UnreadableError(f"its mesh does not have {len(sizes)} dims")
     steps = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
     if "axes" not in stated:
         stated.update(shape=sizes, stride=steps)
         return
     for axis, size, step in zip(axes, sizes, steps, strict=True):
         if type(axis) is not Record:
-            raise UnreadableError("its mesh has its lengths in another way")
+            raise UnreadableError("its mesh stores its lengths in another form")
         # A dim of one rank is none.
         _fields(axis).update(shape=(size,) if size > 1 else (), stride=(step,) if size > 1 else ())
 
@@ -222,7 +222,7 @@ def _local_of(call: Record) -> Record:
     fields = state[1] if isinstance(state, tuple) and len(state) == 2 else None
     own, spec = (fields.get("_local_tensor"), fields.get("_spec")) if isinstance(fields, dict) else (None, None)
     if type(own) is not Record or type(spec) is not Record or own.name not in PLAIN_CALLS:
-        raise UnreadableError("a part of a tensor is no plain tensor")
+        raise UnreadableError("a part of a tensor is not a plain tensor")
     if "_hash" in _fields(spec):
         _fields(spec)["_hash"] = None
     return own
@@ -242,7 +242,7 @@ def _renew(call: Record, key: str, sizes: tuple[int, ...], width: int) -> list[i
         case (Record(args=((kind, name, _, location, *_),)), _, _, _, *rest):
             pass
         case _:
-            raise UnreadableError(f"a {call.name} is there, which is not written")
+            raise UnreadableError(f"a {call.name} is in it, which ckpt does not write")
     num_elems = math.prod(sizes) * (1 if call.name == DENSE else width)
     strides = tuple(math.prod(max(size, 1) for size in sizes[dim + 1 :]) for dim in range(len(sizes)))
     own = Record(PERSISTENT_ID, ((kind, name, key, location, num_elems),), None, 0)

@@ -89,7 +89,7 @@ def find_sets(files: Mapping[str, int]) -> list[WeightSet]:
     if live is not None:
         names = tuple(filter(_LIVE_FILES.fullmatch, files))
         name = names[0].partition("/")[0] if live == "step" and names else live
-        sets.append(WeightSet(name, live, "the save of a trainer", names))
+        sets.append(WeightSet(name, live, "a trainer's save", names))
     for loader, names in _LOADERS.items():
         kinds = ((name, "hf" if ".safetensors" in name else "torch-dir") for name in names if name in files)
         sets += [WeightSet(name, kind, f"{loader} looks for it", (name,)) for name, kind in kinds]
@@ -116,7 +116,7 @@ def compare(taken: Opened, other: Opened) -> tuple[Known, str]:
     ours, theirs = plain_names(taken.checkpoint), plain_names(other.checkpoint)
     shared = [name for name in ours if name in theirs]
     if not shared:
-        return "not known", "its names are others"
+        return "not known", "its names differ"
     for name in shared:
         one, two = ours[name], theirs[name]
         if one.shape != two.shape:
@@ -127,7 +127,7 @@ def compare(taken: Opened, other: Opened) -> tuple[Known, str]:
     chosen = shared[:: math.ceil(len(shared) / most)]
     for name in chosen:
         if not _is_alike(taken, taken.resolve(ours[name]), other, other.resolve(theirs[name])):
-            return "yes", f"{name!r} has other values"
+            return "yes", f"{name!r} has different values"
     return "no", f"equal wherever it was compared ({counted(len(chosen), 'tensor')})"
 
 
@@ -257,7 +257,7 @@ def without_markers(files: Mapping[str, int]) -> dict[str, int]:
 def choose(step: Step | None, component: str, path: str) -> tuple[Step, StepPart]:
     """Return the repository, and its component of this name."""
     if step is None:
-        what = f"--component is for repositories of several models ({PIPELINE_NAME}, {MODULES_NAME}, a file for each)"
+        what = f"--component needs a repository of several models ({PIPELINE_NAME}, {MODULES_NAME}, a file for each)"
         raise UsageError(what, where=path, hint="leave it out")
     for part in step.parts:
         if (part.name or HERE) == component.rstrip("/"):

@@ -142,7 +142,7 @@ def build_header(
             what = f"safetensors cannot hold {entry.dtype.name} ({entry.dtype.torch_name})"
             raise UsageError(what, where=entry.fqn, hint=f"leave the tensor out: --exclude {shlex.quote(entry.fqn)}")
         if entry.fqn == METADATA_KEY:
-            what = f"safetensors keeps the name {METADATA_KEY} for itself, so no tensor can have it"
+            what = f"safetensors reserves the name {METADATA_KEY}, so no tensor can have it"
             raise UsageError(what, where=entry.fqn, hint=f"leave the tensor out: --exclude {METADATA_KEY}")
         starts.append(position)
         document[entry.fqn] = {

@@ -115,7 +115,7 @@ class Scan(CheckedResult):
         counts = Counter(each.verdict for each in self.executables)
         told = [f"{counts[verdict]} {verdict}" for verdict in VERDICTS[:2] if counts[verdict]]
         if counts["torch"]:
-            told.append(f"{counts['torch']} with no more than torch needs")
+            told.append(f"{counts['torch']} with only what torch needs")
         missed = f"; {len(self.not_read)} not read" if self.not_read else ""
         return f"{', '.join(told) or 'nothing that could run'} ({counted(self.num_files, 'file')}{missed})"
 
@@ -326,9 +326,9 @@ class _Scanner:
             self.miss(view, f"more than {_MAX_PICKLES} pickles in a row")
         has_arrays = "joblib.numpy_pickle.NumpyArrayWrapper" in names  # joblib writes them between the opcodes
         if is_certain and not count:
-            self.miss(view, "a pickle that breaks off; what comes before is listed", could_run=has_arrays)
+            self.miss(view, "a truncated pickle; only what precedes the break is listed", could_run=has_arrays)
         elif not count and not names and is_named and depth == 0:
-            self.miss(view, "no kind of file that ckpt knows", could_run=False)
+            self.miss(view, "an unknown kind of file", could_run=False)
 
     def _inside(self, view: _Stretch, span: Span | bytes, depth: int) -> None:
         """Look at bytes in a pickle that are a pickle or an archive themselves."""
@@ -349,7 +349,7 @@ class _Scanner:
         length = int.from_bytes(head[8 : 8 + width], "little")
         start = 8 + width + length
         if start > view.size:
-            self.miss(view, "a numpy array that breaks off")
+            self.miss(view, "a truncated numpy array")
         elif re.search(rb"[oO\\]", view.read(8 + width, min(length, _MAX_CONFIG_BYTES)).replace(b"fortran_order", b"")):
             # any way to say "O"
             inner = view.part(start, view.size - start)
@@ -392,7 +392,7 @@ class _Scanner:
         if is_script:
             self.add(view, "TorchScript", verdict="unknown")
         if not entries:
-            self.miss(view, "a zip without a directory that can be read")
+            self.miss(view, "a zip without a readable directory")
         for name, method, nbytes, place in dict.fromkeys(entries):
             root, _, number = name.rpartition("data/")
             header = view.read(place, 30) if place + 30 <= view.size else b""
@@ -486,7 +486,7 @@ def scan_place(path: str) -> Scan:
                 why = f"its items are not known: {error.what}"
                 missed += [NotRead(name, files[name], why) for name in files if name.rpartition("/")[0] == directory]
         odd = () if file is not None else passed_over(path)
-        missed += [NotRead(name, 0, "a hidden directory, a link, or no regular file") for name in odd]
+        missed += [NotRead(name, 0, "a hidden directory, a link or a special file") for name in odd]
         found = scan_files(source, files, blobs)
     return replace(found, source=path, not_read=(*found.not_read, *missed))
 

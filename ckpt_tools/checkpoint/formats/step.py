@@ -65,7 +65,7 @@ class StepDirectory(Format):
         models = () if step is None else step.models
         if step is None or not models:
             hint = "restore it; the optimizer alone can be inspected and verified by its own directory"
-            raise UnreadableError(f"a step without its model: {MODEL_PART} is not there", where=path, hint=hint)
+            raise UnreadableError(f"a step without its model: {MODEL_PART} is missing", where=path, hint=hint)
         if len(models) > 1:
             what = f"{step.title} of {len(models)} models: {first_few([part.directory for part in models], 6)}"
             raise UsageError(what, where=path, hint=f"name one: {os.path.join(path, models[0].directory)}")
@@ -116,7 +116,7 @@ class OpenedStep:
             dtypes=sizes,
             components=self.step.components,
             whole="part" if lacking else min((each.whole for each in models), key=("not known", "yes").index),
-            evidence=(f"without weights, or not whole: {first_few(lacking, 6)}",) if lacking else (),
+            evidence=(f"without weights, or incomplete: {first_few(lacking, 6)}",) if lacking else (),
         )
 
     @property
@@ -242,7 +242,7 @@ def _refuse_links(path: str) -> None:
     if links:
         what = "a part of the step" if is_part(links[0]) else "a directory of the step"
         what = f"{what} is a symbolic link, which ckpt does not follow"
-        hint = "copy what it leads to into the step if you trust it"
+        hint = "copy its target into the step if you trust it"
         raise UnreadableError(what, where=os.path.join(path, links[0]), hint=hint)
 
 

@@ -152,8 +152,8 @@ TRAINERS: Mapping[TrainerName, TrainerLayout] = {
         "get_model_state_dict(module); where the module keeps the model as self.model, add --prefix state_dict.model.",
     ),
     "verl": TrainerLayout(
-        refusal="verl loads a model in its Hub format, and resumes only from its own rank files, which reshard makes "
-        "of a step of verl's alone",
+        refusal="verl loads a model in its Hub format, and resumes only from its own rank files, which reshard writes "
+        "only from a verl step",
         instead="set actor_rollout_ref.model.path to {source}",
     ),
     "plain": TrainerLayout(),
@@ -198,7 +198,7 @@ def list_contents(step: Step) -> Iterator[tuple[str, int, str]]:
         yield (
             part.directory or HERE,
             part.nbytes,
-            whole[part.holds] + ("" if part.is_saved else ", not saved to the end"),
+            whole[part.holds] + ("" if part.is_saved else ", not completely saved"),
         )
     rows: dict[str, list[Asset]] = {}
     for asset in step.companions:

@@ -54,7 +54,7 @@ class TorchDirectory(Format):
         names = _choose(files)
         index = None
         if not names:
-            raise UnreadableError("no file of torch.save's, or several and no index", where=path)
+            raise UnreadableError("no torch.save file, or several without an index", where=path)
         if names[0].endswith(INDEX_SUFFIX):
             index = parse_index(read_document(source, names[0], MAX_JSON_BYTES), where=names[0])
             names = tuple(indexed_files(index, files, path))
@@ -63,12 +63,12 @@ class TorchDirectory(Format):
         for name, (_, state) in zip(names, read, strict=True):
             for piece in state.pieces:
                 if piece.fqn in tensors or (index is not None and index.get(piece.fqn) != name):
-                    what = f"tensor {piece.fqn!r} is in two files, or not where the index has it"
+                    what = f"tensor {piece.fqn!r} is in two files, or not in the one that the index gives"
                     hint = "the file and the index are of different versions: restore both"
                     raise UnreadableError(what, where=os.path.join(path, name), hint=hint)
                 tensors[piece.fqn] = whole_tensor(piece, where=os.path.join(path, name))
         if index is not None and (lost := [fqn for fqn in index if fqn not in tensors]):
-            raise UnreadableError(f"no file has {first_few(lost)}, which the index names", where=path)
+            raise UnreadableError(f"no file has {first_few(lost)}, which the index lists", where=path)
         companions = [name for name in files if name not in (*names, MANIFEST_NAME) and not name.endswith(INDEX_SUFFIX)]
         entries = tuple(tensors.values())
         return Opened(

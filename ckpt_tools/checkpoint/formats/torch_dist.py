@@ -59,8 +59,8 @@ class TorchDist(Dcp):
         if backend is None:
             return PLAIN.open(source, files, path=path, manifest=manifest)
         if backend != _BACKEND:
-            what = f"a step of Megatron's by its backend {backend[0]} of version {backend[1]}, which ckpt does not know"
-            hint = "--from dcp reads it as what torch.distributed.checkpoint wrote"
+            what = f"a Megatron step with backend {backend[0]}, version {backend[1]}, which ckpt does not know"
+            hint = "read it as a torch.distributed.checkpoint directory: --from dcp"
             raise UnreadableError(what, where=os.path.join(path, CONFIG_NAME), hint=hint)
         opened = super().open(source, files, path=path, manifest=manifest)
         notes = (*opened.notes, *_notes(opened))
@@ -96,4 +96,4 @@ def _notes(opened: Opened) -> tuple[str, ...]:
     buckets = sum(_BUCKETS.match(entry.fqn) is not None for entry in opened.checkpoint.tensors)
     if not buckets:
         return ()
-    return (f"{buckets} tensors of optimizer state are Megatron's buckets, which say nothing of single parameters",)
+    return (f"{buckets} tensors of optimizer state are Megatron's buckets, which do not separate parameters",)

@@ -38,8 +38,8 @@ def read_state(source: Source, name: str) -> tuple[TorchFile, Content]:
         raise type(error)(error.what, where=path, hint=error.hint) from error
     if not state.pieces and state.objects:
         shown = first_few([f"{path} ({kind})" for path, kind in state.objects.items()], _SHOWN)
-        what = f"no state dict, but objects, which ckpt does not unpickle: {shown}"
-        hint = "save the weights alone, where you trust the file: torch.save(model.state_dict(), NEW)"
+        what = f"objects instead of a state dict, which ckpt does not unpickle: {shown}"
+        hint = "if you trust the file, save only the weights: torch.save(model.state_dict(), NEW)"
         raise UnreadableError(what, where=path, hint=hint)
     return file, state
 
@@ -91,7 +91,7 @@ def list_tied(tensors: Sequence[TensorEntry]) -> tuple[str, ...]:
             key = (*((c.span, c.strides, c.box) for c in entry.chunks), entry.dtype.name, entry.shape)
             places.setdefault(key, []).append(entry.fqn)
     tied = [" = ".join(names) for names in places.values() if len(names) > 1]
-    return (f"names of one tensor, written under each: {first_few(tied, _SHOWN)}",) if tied else ()
+    return (f"several names of one tensor, written under each: {first_few(tied, _SHOWN)}",) if tied else ()
 
 
 class TorchSave(Format):

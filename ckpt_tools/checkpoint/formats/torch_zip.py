@@ -332,7 +332,7 @@ def check_archive(nbytes: int, read: Read, *, content: bool = True) -> bool:
     if not begins and not ends:
         return False
     if not begins:
-        raise UnreadableError("the item does not begin as the zip that ends it does")
+        raise UnreadableError("the item does not begin with the zip that ends it")
     item = _Archive(nbytes, read)
     entries, bounds = _parse_directory(
         item, max_entries=_MAX_ARCHIVE_ENTRIES, max_directory_bytes=_MAX_ARCHIVE_DIRECTORY_BYTES
@@ -377,7 +377,7 @@ def parse_archive(nbytes: int, read: Read) -> dict[str, ArchiveRecord]:
 def check_small(name: str, content: bytes) -> None:
     """Refuse a small record, by its name below the archive's folder, that torch.load does not parse."""
     if name in _SMALL and re.fullmatch(_SMALL[name], content) is None:
-        raise UnreadableError(f"torch.load does not take the archive's {name}, got {content[:40]!r}")
+        raise UnreadableError(f"torch.load does not accept the archive's {name}, got {content[:40]!r}")
 
 
 def _check_entries(
@@ -393,7 +393,7 @@ def _check_entries(
 def _head(item: _Archive, record: _ZipEntry, pickled: PickledTensor, bounds: _Bounds) -> ItemHead:
     """Hold the data record against what the pickle says, and find the tensor in it."""
     if record.nbytes != pickled.storage_nbytes:
-        what = f"the data record has {record.nbytes} bytes, its tensor's storage {pickled.storage_nbytes}"
+        what = f"the data record has {record.nbytes} bytes, but its tensor's storage has {pickled.storage_nbytes}"
         raise UnreadableError(what)
     start = _data_start(item, record, bounds)
     is_whole = pickled.head.payload_nbytes == record.nbytes
@@ -428,7 +428,7 @@ def _parse_directory(
     if start + nbytes != end:
         raise UnreadableError(f"the archive's directory ends at byte {start + nbytes}, its end record is at {end}")
     if not 0 < count <= max_entries or nbytes > max_directory_bytes:
-        raise UnreadableError(f"the archive's directory has {count} entries in {nbytes} bytes, which is no tensor's")
+        raise UnreadableError(f"the archive's directory has {count} entries in {nbytes} bytes, which no tensor has")
     entries = _parse_entries(item.get(start, nbytes), count, start)
     return entries, (*(entry.offset for entry in entries.values()), start)
 
@@ -463,7 +463,7 @@ def _parse_entries(directory: bytes, count: int, start: int) -> dict[str, _ZipEn
                 raise UnreadableError(f"entry '{name}' of the archive is marked as a directory")
             if "/code/" in name or name.endswith("/constants.pkl"):
                 what = "a TorchScript archive: a program with its weights, which ckpt does not read"
-                hint = "where you trust it: torch.save(torch.jit.load(FILE).state_dict(), NEW)"
+                hint = "if you trust it: torch.save(torch.jit.load(FILE).state_dict(), NEW)"
                 raise UnreadableError(what, hint=hint)
             if method or packed != nbytes:
                 raise UnreadableError(f"entry '{name}' of the archive is compressed")

@@ -48,7 +48,7 @@ class Need:
     def tell(self, title: str, *, is_broken: bool = False) -> str:
         """Say what the trainer does without it."""
         goes_on = self.anew and (self.is_lenient or not is_broken)
-        return f"{title} resumes and begins {self.anew} anew" if goes_on else f"{title} stops with an error on resuming"
+        return f"{title} resumes, but resets {self.anew}" if goes_on else f"{title} stops with an error on resuming"
 
 
 @dataclass(frozen=True, slots=True)

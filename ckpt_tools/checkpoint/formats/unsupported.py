@@ -29,7 +29,7 @@ _PICKLED = (*PICKLES, ".pkl", ".tar")
 HEAD_BYTES = 512  # How much of a file tells what it is
 
 _READABLE = "pass a safetensors or torch.save file, a model directory or a DCP checkpoint directory"
-_CONVERT = "save the weights alone, where you trust them: torch.save(model.state_dict(), NEW), or model.save_pretrained"
+_CONVERT = "if you trust them, save only the weights: torch.save(model.state_dict(), NEW), or model.save_pretrained"
 _ZERO = re.compile(r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_?(model|optim)_states\.pt")
 _MEGATRON_PART = re.compile(r"([^/]+/)?mp_rank_\d+(_\d+)*/(model_optim_rng|distrib_optim|model_rng)\.pt")
 _RANK_FILE = re.compile(
@@ -40,10 +40,10 @@ _WITH_FLAX = "load it with transformers 4 (from_flax=True), which still can, and
 _WITH_NUMPY = "numpy.load gives the arrays: write them with safetensors.numpy.save_file"
 _ENDINGS = (
     (".onnx", "an ONNX graph", "convert the model that it was exported from"),
-    (".pdparams", "weights of Paddle's", "paddle.load gives the tensors: write them with safetensors.paddle.save_file"),
-    (".msgpack", "weights of flax's (msgpack)", _WITH_FLAX),
-    (".npz", "arrays of numpy's or MLX's (npz)", _WITH_NUMPY),
-    (".keras", "a model of Keras's", "keras.models.load_model reads it: write its weights with safetensors"),
+    (".pdparams", "Paddle weights", "paddle.load gives the tensors: write them with safetensors.paddle.save_file"),
+    (".msgpack", "flax weights (msgpack)", _WITH_FLAX),
+    (".npz", "numpy or MLX arrays (npz)", _WITH_NUMPY),
+    (".keras", "a Keras model", "keras.models.load_model reads it: write its weights with safetensors"),
     (
         ".nemo",
         "a NeMo 1 archive",
@@ -54,21 +54,21 @@ _ENDINGS = (
 _MAGIC = (
     (0, b"GGUF", "a GGUF file", "gather or export from the checkpoint that it was converted from"),
     (0, b"\x89HDF\r\n\x1a\n", "an HDF5 file", "load it with the library that wrote it, and save it as safetensors"),
-    (0, b"version https://git-lfs", "a Git LFS pointer, not the file itself", "git lfs pull fetches it"),
+    (0, b"version https://git-lfs", "a Git LFS pointer, not the file itself", "fetch it with git lfs pull"),
     (0, b"\x1f\x8b", "a gzip file", "unpack it, and pass what is in it"),
-    (0, b"\x93NUMPY", "an array of numpy's", _WITH_NUMPY),
+    (0, b"\x93NUMPY", "a numpy array", _WITH_NUMPY),
     (0, b"sys_info\0", "a tar that torch before 0.1.10 saved", "load it with torch.load, and save it again"),
     (257, b"ustar", "a tar archive", "unpack it (tar -xf), and pass what is in it"),
 )
 """(where in a file, bytes there, what it is, what to do)"""
 _DIRECTORIES = (
-    (r"([^/]+/)?[^/]+/\.zarray", "a checkpoint of Megatron's in zarr, which Megatron does not read any more either",
+    (r"([^/]+/)?[^/]+/\.zarray", "a Megatron checkpoint in zarr, which Megatron no longer reads either",
         "load it with a megatron-core before 0.16 and save it with --dist-ckpt-format torch_dist"),
-    (r"(.+/)?(manifest\.ocdbt|_CHECKPOINT_METADATA)", "a checkpoint of Orbax's (MaxText, flax)",
+    (r"(.+/)?(manifest\.ocdbt|_CHECKPOINT_METADATA)", "an Orbax checkpoint (MaxText, flax)",
         "export safetensors with the trainer (MaxText: to_huggingface.py)"),
-    (r".*\.ckpt-\d+\.index", "a checkpoint of TensorFlow's", _WITH_TF),
-    (r"(.+/)?saved_model\.pb", "a SavedModel of TensorFlow's", _WITH_TF),
-    (r"tf_model\.h5", "weights of TensorFlow's (HDF5)", _WITH_TF),
+    (r".*\.ckpt-\d+\.index", "a TensorFlow checkpoint", _WITH_TF),
+    (r"(.+/)?saved_model\.pb", "a TensorFlow SavedModel", _WITH_TF),
+    (r"tf_model\.h5", "TensorFlow weights (HDF5)", _WITH_TF),
     (r"[^/]+\.gguf", "GGUF files", _MAGIC[0][3]),
     *((rf"[^/]*{re.escape(ending)}", what, hint) for ending, what, hint in _ENDINGS),
 )  # fmt: skip
@@ -115,8 +115,8 @@ def explain_file(path: str, head: bytes, *, otherwise: UnreadableError | None = 
     name = os.path.basename(path)
     directory = os.path.dirname(path) or "."
     if is_torch_file(head):
-        hint = f"ckpt reads it by another name, or with --from torch: {shlex.quote(path)}"
-        return UnreadableError("a file that torch.save wrote, by the name of another kind", where=path, hint=hint)
+        hint = f"rename it, or pass --from torch: {shlex.quote(path)}"
+        return UnreadableError("a torch.save file with the name of another kind", where=path, hint=hint)
     rows = [(what, hint) for ending, what, hint in _ENDINGS if name.endswith(ending)]
     rows += [(what, hint) for at, magic, what, hint in _MAGIC if head[at:].startswith(magic)]
     for what, hint in rows[:1]:
@@ -138,7 +138,7 @@ def _pickled(names: Sequence[str], path: str) -> UnreadableError:
     saved = [name for name in names if name.endswith(PICKLES)]
     if not saved:
         return ForeignLayoutError("only pickled objects, which ckpt does not execute", where=path, hint=_CONVERT)
-    what = f"several files of torch.save; it is not known which belong together: {first_few(saved)}"
+    what = f"several torch.save files, and it is not clear which to read: {first_few(saved)}"
     return ForeignLayoutError(what, where=path, hint=f"pass one file: {os.path.join(path, saved[0])}")
 
 
@@ -160,17 +160,17 @@ def _layout(files: Mapping[str, int], top: Iterable[str], path: str) -> Unreadab
         what = "a DCP checkpoint without .metadata: the save was killed before it finished"
         return UnreadableError(what, where=path, hint=hint)
     if any(map(_RANK_FILE.fullmatch, top)):
-        what = "files of single ranks without a model's: optimizer or other state"
+        what = "rank files without a model: optimizer or other state"
         return ForeignLayoutError(what, where=path, hint=_verl_hint(files, path))
     if sum(map(bool, map(_MEGATRON_PART.fullmatch, files))) > 1:
         return ForeignLayoutError(
-            "Megatron's format of before torch_dist, with a file for every part of the model, which ckpt does not read",
+            "Megatron's format before torch_dist, with a file for every part of the model, which ckpt does not read",
             where=path,
             hint="load it with Megatron-LM and --ckpt-convert-format torch_dist --ckpt-convert-save NEW, and use NEW",
         )
     if "metadata.pkl" in top:
-        hint = "load it with its CheckpointManager, and write what it gives with torch.distributed.checkpoint.save"
-        what = "a checkpoint of torch_checkpointing's (metadata.pkl), which ckpt does not read"
+        hint = "load it with its CheckpointManager, and save the result with torch.distributed.checkpoint.save"
+        what = "a torch_checkpointing checkpoint (metadata.pkl), which ckpt does not read"
         return ForeignLayoutError(what, where=path, hint=hint)
     return None
 

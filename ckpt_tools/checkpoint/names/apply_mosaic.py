@@ -29,7 +29,7 @@ def lay_out(fqn: str, mosaic: Mosaic, sources: Mapping[str, TensorEntry]) -> Ten
     if entry is not None and mosaic.is_only(entry.shape):
         return entry if entry.fqn == fqn else replace(entry, fqn=fqn, path=())
     if mosaic.dtype.bits % 8:
-        raise ValueError(f"elements of {mosaic.dtype.name} do not begin at bytes")
+        raise ValueError(f"elements of {mosaic.dtype.name} do not start on byte boundaries")
     indexes = {source: _index(sources[source]) for source in mosaic.sources}
     views = [view for piece in mosaic.pieces for view in _lay(piece, indexes[piece.source])]
     for dim in range(len(mosaic.shape) if len(views) > 1 else 0):

@@ -50,7 +50,7 @@ def to_live(tensors: Mapping[str, Mosaic], expected: Expected, config: Config) -
     excused = {*held.contract.computed, *held.contract.anew}
     lacking = [n for n in missing(expected.names, tree([*live, *aliases]), expected.counts) if n not in excused]
     if lacking:
-        raise UsageError(f"a {expected.architecture} has tensors that the file has not: {first_few(lacking, 4)}")
+        raise UsageError(f"a {expected.architecture} has tensors that are not in the file: {first_few(lacking, 4)}")
     return Converted(
         mosaics=live | {name: tensor for name, tensor in tensors.items() if name not in used and name not in aliases},
         aliases=aliases,

@@ -102,7 +102,7 @@ ORIGINS = (
         "trl",
         r"^v_head\.|^pretrained_model\.|^value_head\.",
         "those of a model with a value head",
-        "leave out the head, and what stands before the names: `ckpt gather {source} DST --exclude 'v_head.**' "
+        "leave out the head and strip the prefix of the names: `ckpt gather {source} DST --exclude 'v_head.**' "
         "--strip-prefix PREFIX`",
     ),
     _origin(

@@ -202,9 +202,9 @@ class KeyMap:
             count = size_of(key, config)
             if odd := sorted(own.symmetric_difference(range(count))):
                 where = fill(pattern, SIGNS[: len(before)], before)
-                verb = "is lacking" if odd[0] < count else "is one too many"
+                verb = "is missing" if odd[0] < count else "is one too many"
                 raise UsageError(
-                    f"{key} is {count} in config.json, and number {odd[0]} of {where} {verb}",
+                    f"{key} is {count} in config.json, but number {odd[0]} of {where} {verb}",
                     hint="if another key of config.json says how many there are, add to the map: "
                     f"count {pattern[: max(map(pattern.find, SIGNS)) + 1]} KEY",
                 )
@@ -294,7 +294,7 @@ def _stacked(pattern: str, signs: str, column: Mapping[Numbers, Mosaic]) -> dict
     for numbers, layers in groups.items():
         name = fill(pattern, rest, numbers)
         if lacking := sorted(set(range(len(layers))) - layers.keys()):
-            raise UsageError(f"{first_few([name])} is made of {max(layers) + 1} tensors, and lacks number {lacking[0]}")
+            raise UsageError(f"{first_few([name])} is made of {max(layers) + 1} tensors, without number {lacking[0]}")
         with _naming_line(name):
             made[numbers] = mosaic.stack([layers[number] for number in range(len(layers))], 0)
     return _stacked(pattern, rest, made)

@@ -172,7 +172,7 @@ def parse_sections(text: str, *, where: str, is_own: bool = False) -> dict[str, 
                     found[title] = section
             titles, draft = tuple(line.strip("[]").split()), _Draft()
         elif line and draft is None:
-            raise UsageError("a map begins with a section: [llama], or [*] for any model", where=at)
+            raise UsageError("start the map with a section: [llama], or [*] for any model", where=at)
         elif line and draft is not None:
             for one in _spread(line, at):
                 _parse_line(one, draft, at)
@@ -185,7 +185,7 @@ def _spread(line: str, where: str) -> Iterator[str]:
     longest = max(words, key=len)
     for at in range(1, len(longest), 2):
         if len({word[at].count(",") for word in words if at < len(word)}) > 1:
-            raise UsageError(f"the names of a line do not have as many choices: {line}", where=where)
+            raise UsageError(f"the names in a line have different numbers of choices: {line}", where=where)
     for chosen in product(*(range(choices.count(",") + 1) for choices in longest[1::2])):
         yield " ".join(
             "".join(text.split(",")[chosen[at // 2]] if at % 2 else text for at, text in enumerate(word))
@@ -205,7 +205,7 @@ def _parse_line(line: str, draft: _Draft, where: str) -> None:
     found = _LINE.fullmatch(f"{rest} = {rest}" if word == "same" else line if is_written else rest)
     if found is None:
         hint = "HUB[, HUB…] = OTHER[, OTHER…] [if HUB] [| OTHER…] [: OPERATION[; OPERATION…]]"
-        raise UsageError(f"the map has a line without a meaning: {line}", where=where, hint=hint)
+        raise UsageError(f"the map has an invalid line: {line}", where=where, hint=hint)
     hub = tuple(name.strip() for name in found["hub"].split(","))
     spellings = tuple(_parse_spellings(found["other"], len(hub), found["steps"] or "", where))
     made = Line(hub=hub, spellings=spellings, is_written=is_written)
@@ -214,7 +214,7 @@ def _parse_line(line: str, draft: _Draft, where: str) -> None:
             "the names of one side have the same `*` and `+`, the other's none that the hub's lack; numbers of "
             "tensors change by cat, cut and qkv alone"
         )
-        raise UsageError(f"the names of a line do not go together: {line}", where=where, hint=hint)
+        raise UsageError(f"the names in a line do not match each other: {line}", where=where, hint=hint)
     draft.lines.append(made)
 
 
@@ -240,7 +240,7 @@ def _parse_word(word: str, rest: str, draft: _Draft, where: str) -> None:
         case _:
             names = []
     if not names or not all(_is_name(name.removesuffix(_ANYTHING)) and not shift_of(name) for name in names):
-        raise UsageError(f"the map has a line without a meaning: {word} {rest}", where=where)
+        raise UsageError(f"the map has an invalid line: {word} {rest}", where=where)
 
 
 def _parse_spellings(text: str, hubs: int, steps: str, where: str) -> Iterator[Spelling]:
@@ -266,8 +266,8 @@ def _parse_again(rest: str, draft: _Draft, where: str) -> None:
     """Repeat the lines so far, with other beginnings of their names."""
     found = _AGAIN.fullmatch(rest)
     if found is None:
-        what = f"the map has a line without a meaning: again {rest}"
-        raise UsageError(what, where=where, hint="again HUB = OTHER as HUB = OTHER, four beginnings of names")
+        what = f"the map has an invalid line: again {rest}"
+        raise UsageError(what, where=where, hint="write again HUB = OTHER as HUB = OTHER, with four name prefixes")
     hub, other, new_hub, new_other = (f"{beginning}." for beginning in found.groups())
     repeated = []
     for line in draft.lines:
@@ -285,7 +285,7 @@ def _parse_again(rest: str, draft: _Draft, where: str) -> None:
             names = tuple(new_hub + name.removeprefix(hub) for name in line.hub)
             repeated.append(replace(line, hub=names, spellings=tuple(spellings)))
     if not repeated or not all(map(_is_sound, repeated)):
-        raise UsageError(f"no line above can be repeated so: again {rest}", where=where)
+        raise UsageError(f"no line above can be repeated like this: again {rest}", where=where)
     draft.lines += repeated
 
 
@@ -297,7 +297,7 @@ def _parse_steps(text: str, hubs: int, others: int, where: str) -> tuple[LineSte
         step = build_step(operation, sizes, before=count, others=others)
         if step is None:
             known = operation in OPERATIONS
-            what = f"{' '.join([operation, *sizes])!r} is no operation" + (f" on {count} tensors" if known else "")
+            what = f"{' '.join([operation, *sizes])!r} is not an operation" + (f" on {count} tensors" if known else "")
             raise UsageError(what, where=where, hint=f"they are {', '.join(OPERATIONS)}")
         steps.append(step)
         count = step.after
@@ -334,10 +334,10 @@ def _finish(draft: _Draft, *, where: str, is_own: bool) -> MapSection:
     lost = [name for one in draft.lost for name in one.names]
     for names in () if is_own else ([*hub, *draft.dropped], [*others, *draft.skipped, *lost]):
         if twice := sorted(set(_overlapping(names))):
-            raise UsageError(f"{first_few(twice, 2)} stands in two lines: there is no way back", where=where)
+            raise UsageError(f"{first_few(twice, 2)} is in two lines, so the map cannot be reversed", where=where)
     lists = {*SIGNS, *(name for line in draft.lines for name in line.lists)}
     if strange := [name for name, _ in draft.counts if name not in lists]:
-        raise UsageError(f"no line has numbers in such a place: count {strange[0]}", where=where)
+        raise UsageError(f"no line has numbers at this position: count {strange[0]}", where=where)
     draft.lines.sort(key=lambda line: not shift_of(line.hub[0]))  # later layers are not those of the others
     return MapSection(**{each.name: tuple(getattr(draft, each.name)) for each in fields(draft)})
 

@@ -140,7 +140,7 @@ def _cat(parts: list[Mosaic], _after: int, dim: int, *wanted: int) -> list[Mosai
     lengths = [part.shape[dim] for part in parts]
     is_said = all(size in (_NOT_SAID, length) for size, length in zip(wanted, lengths, strict=bool(wanted)))
     if not is_said or (not wanted and len(set(lengths)) > 1):
-        said = f"{list(wanted)} (0: any)" if wanted else "as long as each other"
+        said = f"{list(wanted)} (0: any)" if wanted else "equally long"
         raise ValueError(f"tensors that are {lengths} long in dim {dim} should be {said}")
     return [mosaic.join(parts, dim)]
 
@@ -172,7 +172,7 @@ def _swap(parts: list[Mosaic], _after: int, dim: int, *only: int) -> list[Mosaic
 
 def _transpose(parts: list[Mosaic], _after: int) -> list[Mosaic]:
     if any(len(part.shape) < 2 for part in parts):
-        raise ValueError("a tensor of less than two dims cannot be transposed")
+        raise ValueError("a tensor of fewer than two dims cannot be transposed")
     return [mosaic.transpose(part, len(part.shape) - 2, len(part.shape) - 1) for part in parts]
 
 

@@ -61,7 +61,7 @@ def config_misfits(config: Config, tensors: Iterable[tuple[str, Sequence[int]]])
                 own = shapes[wrong[0]][dim]
                 numbers = config.get(kind) or " or ".join(map(str, sorted(said)))
                 size = f"{own} {('rows', 'columns')[dim]}"
-                found.append(Misfit(f"{wrong[0]} has {size}, config.json says {kind} {numbers}"))
+                found.append(Misfit(f"{wrong[0]} has {size}, but config.json has {kind} {numbers}"))
                 found[-1].is_part = any(0 < own < each and each % own == 0 for each in said)
     return found
 
@@ -105,7 +105,7 @@ class NameContract:
         """What is to be said even where everything is as it should be."""
         others = [name for name in self.ignored if not _OLD_BUFFERS.search(name)]
         anew = "a head that the checkpoint does not have starts with new random values, as with from_pretrained"
-        both = (self.anew, anew), (others, "not the model's, and left out by from_pretrained")
+        both = (self.anew, anew), (others, "not part of the model, and left out by from_pretrained")
         return tuple(f"{what}: {first_few(names, 4)}" for names, what in both if names)
 
 

@@ -224,7 +224,7 @@ def _running(sizes: Sequence[int]) -> int:
 
 def _check_runs(count: int) -> None:
     if count > MAX_RUNS:
-        raise ValueError(f"it would be put together of {count} runs; {MAX_RUNS} are allowed")
+        raise ValueError(f"it would consist of {count} runs; {MAX_RUNS} are allowed")
 
 
 def _every(tensor: Mosaic, dim: int, start: int, step: int, count: int) -> Mosaic:

@@ -127,7 +127,7 @@ def _live_shape(name: str, model: _Model) -> tuple[int, ...]:
         if len(found) == len(factors):
             sizes.append(math.prod(found))
     if not sizes or len(sizes) < len(_LIVE_SIZES[kind]):
-        raise UnknownOperationError(f"what {name} is in the model, config.json does not say")
+        raise UnknownOperationError(f"config.json does not say what {name} is in the model")
     return tuple(sizes)
 
 
@@ -190,7 +190,7 @@ def _split_and_decouple_experts(groups: Groups, targets: Sequence[str], given: A
 def _only(groups: Groups) -> Mosaic:
     tensors = [one for group in groups.values() for one in group]
     if len(tensors) != 1:
-        raise ValueError(f"{len(tensors)} tensors stand where one is taken apart")
+        raise ValueError(f"{len(tensors)} tensors are given where one is split")
     return tensors[0]
 
 

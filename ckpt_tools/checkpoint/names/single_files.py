@@ -82,12 +82,12 @@ class SingleFileFamily:
         counts = {place: _count(place, names) for place in {place for line in lines for place in line.lists}}
         for place, (key, *_) in self.counts:
             if (said := look_up(key, config)) not in (None, counts[place]):
-                raise UsageError(f"config.json says {key} {said}, and there are {counts[place]} of {place}")
+                raise UsageError(f"config.json has {key} {said}, but there are {counts[place]} of {place}")
         for key, pattern in self.flags:
             said, is_there = look_up(key, config), any(map(pattern.fullmatch, names))
             if said is not None and bool(said) != is_there:
                 raise UsageError(
-                    f"config.json says {key} {said}, and its tensors are {'' if is_there else 'not '}there"
+                    f"config.json has {key} {said}, but its tensors are {'present' if is_there else 'missing'}"
                 )
         groups: dict[tuple[Any, ...], list[str]] = defaultdict(list)
         for line in lines:
@@ -110,7 +110,7 @@ class SingleFileFamily:
             raise self._lacks(lacking)
 
     def _lacks(self, names: Sequence[str]) -> UsageError:
-        return UsageError(f"{self.title} has tensors that are not there (diffusers' names): {first_few(names, 4)}")
+        return UsageError(f"{self.title} needs tensors that are missing (diffusers' names): {first_few(names, 4)}")
 
 
 def convert(tensors: _Tensors, config: Config, *, is_diffusers: bool) -> tuple[SingleFileFamily, Converted]:
@@ -121,7 +121,7 @@ def convert(tensors: _Tensors, config: Config, *, is_diffusers: bool) -> tuple[S
     families = [one for one in load_families() if said in (None, *one.classes)]
     if not families:
         known = ", ".join(one.title for one in load_families())
-        raise UsageError(f"config.json says {said}, and ckpt has maps of {known}")
+        raise UsageError(f"config.json names {said}, but ckpt only has maps of {known}")
     strange = {one.title: one.outliers(plain, is_diffusers=is_diffusers) for one in families}
     found, refused = [], []
     for one in (one for one in families if not strange[one.title]):
@@ -131,7 +131,7 @@ def convert(tensors: _Tensors, config: Config, *, is_diffusers: bool) -> tuple[S
             refused.append(error)
     if len(found) > 1:
         whose = " and of ".join(one.title for one, _ in found)
-        raise UsageError(f"the keys are those of {whose}", hint="a config.json beside the weights says which it is")
+        raise UsageError(f"the keys are those of {whose}", hint="put the model's config.json beside the weights")
     if not found:
         raise refused[0] if refused else _unknown(plain, families, strange, is_diffusers=is_diffusers)
     return found[0]
@@ -150,13 +150,13 @@ def _unknown(
     if any(map(is_factor, names)):
         return UsageError("these are the keys of an adapter", hint="ckpt export-lora SRC DST --to comfyui|diffusers")
     if any(not one.outliers(names, is_diffusers=not is_diffusers) for one in families):
-        return UsageError(f"the keys are not {whose}, but those that would be written", hint="leave out --names")
+        return UsageError("the keys already are those that would be written", hint="leave out --names")
     if len(others) > len(names) // 2:
-        hint = "these are all that ckpt has a map of, or what config.json says"
+        hint = "ckpt has no other maps, or config.json names this model"
         return UsageError(f"the keys are not {whose} of {', '.join(strange)}", hint=hint)
     return UsageError(
         f"{nearest} has no place for {first_few(others, 4)}",
-        hint="--include 'model.diffusion_model.**' takes one model of several; --exclude leaves out what is not needed",
+        hint="--include 'model.diffusion_model.**' chooses one of several models; --exclude leaves out the rest",
     )
 
 

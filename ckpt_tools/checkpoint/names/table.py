@@ -122,7 +122,7 @@ def parse_section(lines: Iterable[str]) -> ClassNames:
             case [mark, name] if mark.startswith("?"):
                 section.names.append((mark, name))
             case _:
-                raise ValueError(f"the table of names has a line without a meaning: {line}")
+                raise ValueError(f"the table of names has an invalid line: {line}")
     return section
 
 

@@ -84,7 +84,7 @@ def torchrun_rank(mesh: Mesh) -> int | None:
 def _check_source(source: Checkpoint) -> None:
     _check_local(source.root)
     if source.blobs:
-        what = f"{source.blobs[0].fqn!r} is not a tensor, and --engine dtensor copies tensors alone"
+        what = f"{source.blobs[0].fqn!r} is not a tensor, and --engine dtensor copies only tensors"
         raise UsageError(what, where=source.root, hint="use --engine stream")
     for entry in source.tensors:
         whole = len(entry.chunks) == 1 and entry.chunks[0].box.sizes == entry.shape
@@ -97,7 +97,7 @@ def _check_source(source: Checkpoint) -> None:
 
 def _check_local(path: str) -> None:
     if is_remote(path):
-        what = "--engine dtensor reads and writes disks of this machine alone"
+        what = "--engine dtensor reads and writes only this machine's disks"
         raise UsageError(what, where=path, hint="use --engine stream")
 
 

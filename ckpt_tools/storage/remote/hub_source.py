@@ -135,7 +135,7 @@ class HubSource(RemoteSource):
     def _note_on_cache(self) -> Iterable[str]:
         held = sum(name.startswith(self._prefix) for name in self._pinned.held)
         if held:
-            yield f"{held} files of it are read from the local cache of the hub"
+            yield f"{held} of its files are read from the local cache of the hub"
 
     @property
     def place(self) -> str:
@@ -222,12 +222,12 @@ def _look(address: Address, account: Account, where: str) -> _Pinned:
             return pinned
         url = following[1]
         if not is_same_host(url, api):
-            raise HubError("the hub's listing leads elsewhere", where=where)
+            raise HubError("the hub's listing links to another server", where=where)
         if nbytes > _MAX_LISTED_BYTES:
             break
     most = f"{_MAX_PAGES} pages or {format_size(_MAX_LISTED_BYTES)}"
     hint = f"download what you need: hf download {address.repo} --include GLOB"
-    raise LimitError(f"the hub's listing has more than {most}: {len(files)} files, and no end", where=where, hint=hint)
+    raise LimitError(f"the hub's listing has more than {most}: {len(files)} files so far", where=where, hint=hint)
 
 
 def _files(rows: list[object], where: str) -> dict[str, RemoteFile]:
@@ -302,7 +302,7 @@ def _look_offline(address: Address, account: Account, path: str) -> _Pinned:
     except (OSError, ValueError):
         found = {}
     if not found:
-        what = "offline mode is on (HF_HUB_OFFLINE), and the local cache of the hub does not have it"
+        what = "offline mode is on (HF_HUB_OFFLINE), and it is not in the local cache of the hub"
         hint = f"unset HF_HUB_OFFLINE, or where there is a network: hf download {address.repo}"
         raise HubError(what, where=path, hint=hint)
     files = {name: RemoteFile(nbytes=nbytes, version={"oid": oid}) for name, (oid, nbytes) in found.items()}
@@ -328,7 +328,7 @@ def _explain(refusal: RefusalError, what: str, account: Account) -> CkptError:
         return HubError("there is no such repository, or it is private", where=what, hint=hint)
     if refusal.status in (401, 403):
         whom = "the token has expired, or may not read this" if account.token else "nobody is logged in"
-        said = f"the hub refuses to let this be read: {whom}{says}"
+        said = f"the hub denies access: {whom}{says}"
         return HubError(said, where=what, hint="hf auth login, or set HF_TOKEN")
     if refusal.status == 429:
         wait = "" if refusal.retry_after_s is None else f"; it asks to wait {refusal.retry_after_s:.0f} s"

@@ -94,7 +94,7 @@ def set_write_settings(settings: WriteSettings) -> None:
 def open_sink(path: str, *, overwrite: bool) -> ObjectSink:
     """Open a prefix for writing; see `remote.places`."""
     if overwrite:
-        raise UsageError("a store cannot replace a checkpoint at once", where=path, hint="write to a new prefix")
+        raise UsageError("a store cannot replace a checkpoint atomically", where=path, hint="write to a new prefix")
     return ObjectSink(Bucket(path), settings=_settings)
 
 
@@ -196,7 +196,7 @@ class ObjectSink(SharedSink):
             what = "this store ignores If-None-Match: two writers could both win"
             hint = "use a store that honours it, or add --no-conditional-writes and let one run write at a time"
             raise StorageError(what, where=self.destination, hint=hint)
-        self.notes += ("--no-conditional-writes: nothing kept a second writer out",)
+        self.notes += ("--no-conditional-writes: there was no protection against a second writer",)
 
     def _look(self) -> dict[str, StoredObject]:
         there = self._list()
@@ -362,15 +362,15 @@ class ObjectSink(SharedSink):
             try:
                 self._remove_work()
             except CkptError as error:
-                self.notes += (f"{self.kept_in} could not be removed ({error.what}): nothing needs it any more",)
+                self.notes += (f"{self.kept_in} could not be removed ({error.what}): it is no longer needed",)
 
     def _check_there(self, name: str, found: StoredObject | None, nbytes: int, stored: StoredObject | None) -> None:
         same = found is not None and found.nbytes == nbytes
         if same and found is not None and stored is not None and None not in (stored.etag, found.etag):
             same = stored.etag == found.etag
         if not same:
-            what = "an object is gone, or is another one than was written"
-            hint = "somebody else writes here: see who, then run the same command again"
+            what = "an object is gone, or is not the one that was written"
+            hint = "another writer uses this prefix: stop it, then run the same command again"
             raise StorageError(what, where=self._bucket.label(self._key(name)), hint=hint)
 
     def _put_marker(self) -> None:

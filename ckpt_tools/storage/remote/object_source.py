@@ -121,7 +121,7 @@ def _unfinished(source: ObjectSource) -> UnreadableError:
     when = f"{ago:%H:%M}" if ago.date() == datetime.now().astimezone().date() else f"{ago:%Y-%m-%d %H:%M}"
     far = f"{len(there)} of {parts} parts have recorded work, " if parts > 1 else ""
     what = f"no checkpoint: a write was not finished ({far}last change {when})"
-    return UnreadableError(what, where=source.root, hint="run the command that writes it again: what is there is kept")
+    return UnreadableError(what, where=source.root, hint="run the command that writes it again: finished work is kept")
 
 
 def _is_whole(source: ObjectSource) -> bool:

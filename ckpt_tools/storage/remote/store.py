@@ -80,7 +80,7 @@ def split(path: str) -> tuple[str, str, str]:
     scheme, key = scheme.lower(), key.strip("/")
     kind = SCHEMES[scheme]
     if "@" in bucket:  # what stands before it may be a password: it is not repeated
-        raise UsageError("a path holds no credentials", where=f"{scheme}://…", hint=_credentials_hint(scheme))
+        raise UsageError("a path must not contain credentials", where=f"{scheme}://…", hint=_credentials_hint(scheme))
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:-]*", bucket):
         raise UsageError(f"{kind} missing or malformed", where=path, hint=f"{scheme}://{kind}/key")
     if key and any(part in ("", ".", "..") for part in key.split("/")):
@@ -146,7 +146,7 @@ class Bucket:
             content = memoryview(result.bytes())
             if len(content) != min(nbytes, found.nbytes - start):  # obstore compares where it says that they lie
                 what = f"the store sent other bytes than {start}..{start + nbytes}"
-                raise UnreachableError(what, where=self.label(key), hint="is there a proxy or cache before it?")
+                raise UnreachableError(what, where=self.label(key), hint="is there a proxy or cache in front of it?")
             return found, content
 
     def get_whole(self, key: str, *, max_bytes: int) -> tuple[StoredObject, bytes]:
@@ -224,7 +224,7 @@ def _translate(bucket: Bucket, error: Exception, where: str, verb: str) -> CkptE
         later = "it is overloaded or down: try again later" if status >= 500 or status == 429 else None
         return UnreachableError(f"{verb} failed: the store answered {said}{tried}", where=where, hint=later)
     if "NotPartial" in text:
-        return UnreachableError("the store does not answer with ranges, which ckpt reads", where=where)
+        return UnreachableError("the store does not support range requests, which ckpt needs", where=where)
     kind = found[1] if (found := _HTTP_KIND.search(text)) else ""
     said = {"Connect": "no connection", "Timeout": "no answer in time"}.get(kind, "the connection or the answer broke")
     way = f"check the network and the endpoint ({_endpoint(bucket.scheme) or 'the default one'})"

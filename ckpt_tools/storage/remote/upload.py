@@ -116,7 +116,7 @@ def sending(bucket: Bucket, key: str) -> Iterator[None]:
         with bucket.telling(key, "PUT"):
             yield
     except ChangedObjectError:
-        raise _differs(bucket, key, "it was changed meanwhile") from None
+        raise _differs(bucket, key, "it changed meanwhile") from None
     except MissingObjectError as error:
         raise _differs(bucket, key, error.what) from None
 

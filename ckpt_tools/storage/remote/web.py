@@ -85,7 +85,7 @@ class Web:
                     if time.monotonic() > ends:
                         raise RefusalError(None, "too slow", is_lasting=True)
             if done == before:
-                raise RefusalError(None, "an empty answer")
+                raise RefusalError(None, "an empty response")
             return done == len(buffer)
 
         ends = time.monotonic() + _MIN_TIME_S + len(buffer) / _SLOWEST_BYTES_PER_S
@@ -101,7 +101,7 @@ class Web:
             parts.clear()
             with self._get(url, {}) as response:
                 if response.status_code != 200:
-                    raise RefusalError(None, "a part of what was asked for", is_lasting=True)
+                    raise RefusalError(None, "only a part of what was requested", is_lasting=True)
                 headers, found = response.headers, 0
                 for block in _raw(response):
                     parts.append(block)
@@ -129,7 +129,7 @@ class Web:
                     size, version = 0, _version(response)
                     return True
                 if response.status_code != 206 or found is None:
-                    raise RefusalError(200, "the server does not send parts of files", is_lasting=True)
+                    raise RefusalError(200, "the server does not support range requests", is_lasting=True)
                 size, version = int(found[3]), _version(response)
                 self._check_version(url, response)
             return True
@@ -297,7 +297,7 @@ def _version(response: httpx2.Response) -> Mapping[str, object]:
 
 def _raw(response: httpx2.Response) -> Iterator[bytes]:
     if response.headers.get("Content-Encoding", "identity") != "identity":
-        raise RefusalError(None, "a compressed answer that nobody asked for", is_lasting=True)
+        raise RefusalError(None, "a compressed response that was not requested", is_lasting=True)
     return response.iter_raw()  # as it comes: a chunk size would hold back what is lost when the connection breaks
 
 
@@ -309,16 +309,16 @@ def _body(response: httpx2.Response, start: int, stop: int, nbytes: int) -> Iter
     if response.status_code == 206:
         found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
         if found is None:
-            raise RefusalError(None, "a part of a file without its place in it (Content-Range)", is_lasting=True)
+            raise RefusalError(None, "a partial response without its position (Content-Range)", is_lasting=True)
         first, last, size = (int(number) for number in found.groups())
         if size != nbytes:
             raise ChangedError
         if first != start or not start <= last < stop:
-            what = f"bytes {first}-{last} were sent where {start}-{stop - 1} were asked for"
+            what = f"bytes {first}-{last} were sent instead of {start}-{stop - 1}"
             raise RefusalError(None, what, is_lasting=True)
         end = last + 1
     elif nbytes > _MAX_WHOLE_BYTES:
-        raise RefusalError(200, "the server does not send parts of files", is_lasting=True)
+        raise RefusalError(200, "the server does not support range requests", is_lasting=True)
     else:  # the whole file
         at, end = 0, nbytes
         length = response.headers.get("Content-Length")
@@ -327,7 +327,7 @@ def _body(response: httpx2.Response, start: int, stop: int, nbytes: int) -> Iter
     for block in _raw(response):
         at += len(block)
         if at > end:
-            raise RefusalError(None, "more bytes than were asked for", is_lasting=True)
+            raise RefusalError(None, "more bytes than requested", is_lasting=True)
         wanted = memoryview(block)[max(0, start - (at - len(block))) : max(0, stop - (at - len(block)))]
         if wanted:
             yield wanted

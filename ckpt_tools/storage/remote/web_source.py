@@ -40,7 +40,7 @@ def open_place(path: str) -> tuple[Source, str | None]:
     except ValueError:
         raise UsageError("not a web address", where=path, hint="https://host/directory/model.safetensors") from None
     if not parts.hostname or "@" in parts.netloc or parts.query or parts.fragment:
-        what = "ckpt reads web addresses without a query, a name or a password, as it notes where its sources are"
+        what = "ckpt reads web addresses without a query, a name or a password, because it records its sources"
         shown = f"{parts.scheme}://{parts.hostname or ''}{parts.path}"
         raise UsageError(what, where=shown, hint="download the file, and pass its path")
     root, _, quoted = path.rpartition("/")
@@ -74,7 +74,7 @@ class WebSource(RemoteSource):
         first = self._look(self._name)
         yield self._name, first
         if not first.version:
-            self.notes = (f"{self.root} does not say which version of a file it sends: only sizes are compared",)
+            self.notes = (f"{self.root} does not identify versions of files: only sizes are compared",)
         if not self.is_index:
             return
         names = self._named(first)
@@ -131,6 +131,6 @@ def _explain(refusal: RefusalError, where: str) -> CkptError:
     if refusal.status in (404, 410):
         return MissingError("no such file on this server", where=where)
     if refusal.status in (401, 403):
-        what = f"the server does not let this be read (status {refusal.status})"
-        return _ForbiddenError(what, where=where, hint="ckpt has no account there: download the file")
+        what = f"the server denies access (status {refusal.status})"
+        return _ForbiddenError(what, where=where, hint="ckpt cannot log in there: download the file")
     return explain(refusal, where)

@@ -203,7 +203,7 @@ def _check_axes(rules: Sequence[Rule], mesh: Mesh) -> None:
         for axis in rule.axes:
             if axis not in names:
                 said = f"style {rule.style}" if rule.style else f"{axis}:{(rule.place or {})[axis]}"
-                what = f"the rule {rule.match!r} ({said}) needs the axis {axis}, and the mesh {mesh} has none"
+                what = f"the rule {rule.match!r} ({said}) needs the axis {axis}, which the mesh {mesh} does not have"
                 raise UsageError(what, where=rule.origin, hint=f"add the axis: --mesh {mesh},{axis}=N")
 
 
@@ -212,8 +212,8 @@ def _check_shape(entry: TensorEntry, rule: Rule) -> None:
     meant = rule.shapes.get(entry.fqn, entry.shape)
     if meant != entry.shape and rule.axes:
         what = f"tensor {entry.fqn!r} has shape {list(entry.shape)} here and {list(meant)} in the live model: "
-        what += f"the style {rule.style} would cut another dim than it means"
-        hint = f"is config.json that of the weights? --set '{entry.fqn}=tp:S(d)' cuts the dim d that you mean"
+        what += f"the style {rule.style} would cut a different dim than intended"
+        hint = f"does config.json belong to the weights? --set '{entry.fqn}=tp:S(d)' cuts the dim d that you mean"
         raise UsageError(what, where=rule.origin, hint=hint)
 
 
@@ -241,7 +241,7 @@ def _check_fsdp(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Placement], w
     """
     fsdp, num_ranks = cuts.get(FSDP_AXIS), _fsdp_ranks(mesh, cuts)
     if Fsdp() in cuts.values() and not isinstance(fsdp, Shard):
-        what = f"tensor {entry.fqn!r}: F lets {FSDP_AXIS} cut over another axis, too, and {FSDP_AXIS} does not cut it"
+        what = f"tensor {entry.fqn!r}: F lets {FSDP_AXIS} cut over another axis, too, but {FSDP_AXIS} does not cut it"
         raise UsageError(what, where=where, hint=f"place {FSDP_AXIS}:S(0), too, on a mesh with an axis {FSDP_AXIS}")
     if not isinstance(fsdp, Shard) or num_ranks == 1:
         return

@@ -109,7 +109,7 @@ class _Builder:
         value = self.build(node, depth + 1)
         for item in value if isinstance(value, list) else [value]:
             if not isinstance(item, dict):
-                raise ValueError(f"`<<` takes mappings{node.start_mark}")  # noqa: TRY004 - the content's fault
+                raise ValueError(f"`<<` needs mappings{node.start_mark}")  # noqa: TRY004 - the content's fault
             for key, one in item.items():
                 merged.setdefault(key, one)
 
@@ -152,5 +152,5 @@ def _scalar(kind: str, node: yaml.ScalarNode) -> object:
 
 def _unknown(node: yaml.Node) -> ValueError:
     kind = node.tag.removeprefix(_TAG)[:100]
-    what = f"a value of type {kind!r}, where text, whole numbers, lists and mappings can be{node.start_mark}"
+    what = f"a value of type {kind!r}; only text, whole numbers, lists and mappings are allowed{node.start_mark}"
     return ValueError(what)

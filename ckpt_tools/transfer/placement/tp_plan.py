@@ -66,7 +66,7 @@ def resolve(job: Question, here: Here) -> Answer:
 _ORIGIN = "--tp-plan auto"
 _WRITE_RULES = "write the rules yourself: --rules FILE, or --set 'GLOB=tp:S(0)'"
 
-_OTHER_NAMES = f"the plan has the names of the live model, and these tensors have others: {_WRITE_RULES}"
+_OTHER_NAMES = f"the plan uses the names of the live model, but these tensors have others: {_WRITE_RULES}"
 
 _LLAMA = {
     "lm_head": "colwise_gather_output",

@@ -26,7 +26,7 @@ def _find_all(tensors: Tensors, settings: Settings, read: ReadRun) -> Found:  # 
     """By the endings of names; see `Find`."""
     version = settings.get("version") or settings.get("checkpoint_format") or settings.get("format") or "gemm"
     if settings.get("quant_method") == "awq" and str(version).lower() != "gemm":
-        raise UsageError(f"quantization_config has version {version!r}, and ckpt decodes AWQ's 'gemm'")
+        raise UsageError(f"quantization_config has version {version!r}, but ckpt only decodes AWQ's 'gemm'")
     return find_layers("integers of 4 bits (AWQ)", tensors, settings, _layer, _unpack)
 
 
@@ -37,9 +37,9 @@ def _layer(stem: str, parts: Parts, tensors: Tensors, settings: Settings) -> Pac
     weight, zeros, scales = parts
     bits = settings.get("bits", settings.get("w_bit"))
     if bits != _BITS:
-        raise UsageError(f"quantization_config has bits {bits!r}, and ckpt decodes AWQ of {_BITS}")
+        raise UsageError(f"quantization_config has bits {bits!r}, but ckpt only decodes AWQ of {_BITS}")
     if (order := tensors.get(f"{stem}.g_idx")) is not None:
-        raise UnreadableError(f"{order.fqn!r} is there: AWQ has no order of inputs")
+        raise UnreadableError(f"{order.fqn!r} is present, but AWQ has no order of inputs")
     num_inputs, num_words = weight.shape
     size = group_size(settings, num_inputs, weight, scales)
     check_shape(scales, (scales.shape[0], num_words * _IN_WORD), of=weight)

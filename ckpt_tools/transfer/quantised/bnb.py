@@ -70,7 +70,7 @@ def _four_bits(fqn: str, state: TensorEntry, tensors: Tensors, read: ReadRun) ->
         nested = (outer, outer_table, inner, float(offset))
     for entry in stored[2:]:
         if entry.dtype.name != "F32" and not (entry is scales and nested):
-            raise UnreadableError(f"{entry.fqn!r} is {entry.dtype.name}, and should be F32")
+            raise UnreadableError(f"{entry.fqn!r} must be F32, got {entry.dtype.name}")
     decode = partial(_decode_four, packed, scales, table, block, nested)
     return Quantised(fqn=fqn, shape=tuple(shape), stored=tuple(stored), decode=decode)
 

@@ -56,8 +56,8 @@ def _check_format(mark: TensorEntry, read: ReadRun) -> None:
     except (ValueError, AttributeError):
         raise UnreadableError(f"{mark.fqn!r} is not ComfyUI's description of a layer") from None
     if said not in _FORMATS:
-        what = f"{mark.fqn!r} says the format {said!r}, which ckpt does not decode"
-        raise UsageError(what, hint=f"it does: {', '.join(_FORMATS)}")
+        what = f"{mark.fqn!r} has the format {said!r}, which ckpt does not decode"
+        raise UsageError(what, hint=f"supported: {', '.join(_FORMATS)}")
 
 
 def _quantised(entry: TensorEntry, tensors: Tensors) -> Quantised:
@@ -67,10 +67,10 @@ def _quantised(entry: TensorEntry, tensors: Tensors) -> Quantised:
     strange = (fqn for fqn in tensors if is_weight and fqn.startswith(f"{entry.fqn}_scale") and fqn not in known)
     if (other := next(strange, None)) is not None:
         hint = "put the model's config.json beside the weights"
-        raise UsageError(f"{other!r} scales {entry.fqn!r} in a way that only a config.json tells", hint=hint)
+        raise UsageError(f"{other!r} scales {entry.fqn!r} in a way that only a config.json defines", hint=hint)
     scale = next((tensors[fqn] for name in _SCALES if is_weight and (fqn := f"{root}.{name}") in tensors), None)
     if scale is not None and (scale.num_elems != 1 or not scale.dtype.is_float):
-        what = f"{scale.fqn!r} is {scale.dtype.name} {list(scale.shape)}, and one number is needed"
+        what = f"{scale.fqn!r} is {scale.dtype.name} {list(scale.shape)}, but must be one number"
         raise UsageError(what, hint="put the model's config.json beside the weights if it has one")
     stored = (entry,) if scale is None else (entry, scale)
     return Quantised(fqn=entry.fqn, shape=entry.shape, stored=stored, decode=partial(_decode, stored))

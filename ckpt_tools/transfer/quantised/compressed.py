@@ -55,7 +55,7 @@ def _find_all(tensors: Tensors, settings: Settings, read: ReadRun) -> Found:
         if fqn.endswith("weight_g_idx") and any(value >= 0 for value in _integers(tensors[fqn], read)):
             raise UsageError(f"{fqn!r} orders columns by their activations, which ckpt does not undo")
     if strange := [fqn for fqn in tensors if ".weight_" in fqn and fqn not in known and fqn not in dropped]:
-        raise UnreadableError(f"{strange[0]!r} belongs to no weight", hint="is the checkpoint whole?")
+        raise UnreadableError(f"{strange[0]!r} belongs to no weight", hint="is the checkpoint complete?")
     return Found(what="8 bits or fewer (compressed-tensors)", tensors=found, dropped=dropped)
 
 
@@ -123,7 +123,7 @@ def _packed(
     bits = {weight.get("num_bits") for weight in weights if weight.get("type", "int") == "int"}
     fitting = [n for n in _PACKED_BITS if n in bits and packed.shape == (rows, -(-columns * n // _WORD))]
     if len(fitting) != 1:
-        what = f"{packed.fqn!r} is {list(packed.shape)}, and {told.fqn!r} says {list(shape)}"
+        what = f"{packed.fqn!r} is {list(packed.shape)}, but {told.fqn!r} has {list(shape)}"
         raise UnreadableError(f"{what}: not in {' or '.join(map(str, _PACKED_BITS))} bits as the config says")
     grid = grid_of(packed, shape, scale, weights)
     stored = [packed, told, scale]

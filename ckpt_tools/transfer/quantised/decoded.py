@@ -75,7 +75,7 @@ def dequantised(opened: Opened, dtype: str) -> Opened:
         elif entry.fqn not in dropped:
             tensors.append(entry)
     if twice := [fqn for fqn, count in Counter(entry.fqn for entry in tensors).items() if count > 1]:
-        raise UsageError(f"{first_few(twice)}: there quantised and as it is")
+        raise UsageError(f"{first_few(twice)}: both quantised and unquantised")
     companions = {entry.fqn for entry in checkpoint.tensors} - {entry.fqn for entry in names.values()}
     if left := find_units(e for e in tensors if e.fqn in companions and not is_optimizer(e)):
         what = f"quantised weights that are not the model's, and would not be decoded: {first_few(left)}"
@@ -90,7 +90,7 @@ def dequantised(opened: Opened, dtype: str) -> Opened:
         if asset.file not in _OTHER_CONFIGS
     ]
     what = f"{len(found.tensors)} tensors of {found.what} are decoded to {floats.name}"
-    what += "" if config is None else f"; {KEY} is taken out of {CONFIG_NAME}"
+    what += "" if config is None else f"; {KEY} is removed from {CONFIG_NAME}"
     if others := [asset.file for asset in checkpoint.assets if asset.file in _OTHER_CONFIGS]:
         what += f", and {first_few(others)} left out"
     if found.dropped:
@@ -117,18 +117,18 @@ def _find(opened: Opened, tensors: Tensors) -> tuple[Found, Mapping[str, object]
     if settings is None and comfyui.is_there(tensors):
         return comfyui.SCHEME.find(tensors, {}, _RunReader(opened)), None if config is None else config.values
     if config is None or settings is None:
-        what = f"--dequantize: no {CONFIG_NAME} beside the weights has a {KEY}, which says how they are quantised"
+        what = f"--dequantize: no {CONFIG_NAME} beside the weights has a {KEY}, which defines how they are quantised"
         hint = f"put the model's {CONFIG_NAME} there; weights that are not quantised need no --dequantize"
         raise UsageError(what, where=where, hint=hint)
     method = settings.get("quant_method")
     if not isinstance(method, str) or method not in SCHEMES:
-        raise UsageError(f"ckpt does not decode {method!r}", where=where, hint=f"it does: {', '.join(SCHEMES)}")
+        raise UsageError(f"ckpt does not decode {method!r}", where=where, hint=f"supported: {', '.join(SCHEMES)}")
     scheme = load_scheme(method)
     header = torchao.header_of(opened) if scheme is torchao.SCHEME else None
     settings = {**settings, "model_type": config.values.get("model_type"), "header": header}
     found = scheme.find(tensors, settings, _RunReader(opened))
     if not found.tensors:
-        raise UsageError(f"{CONFIG_NAME} says {scheme.method}, and no tensor is stored so", where=where)
+        raise UsageError(f"{CONFIG_NAME} has {scheme.method}, but no tensor is stored that way", where=where)
     return found, config.values
 
 

@@ -35,7 +35,7 @@ def _find_all(tensors: Tensors, settings: Settings, read: ReadRun) -> Found:  # 
     found = tuple(_quantised(entry, tensors, block) for entry in tensors.values() if entry.dtype.name == "F8_E4M3")
     scales = {entry.fqn for one in found for entry in one.stored[1:]}
     if strange := [fqn for fqn in tensors if fqn.endswith(_SCALE) and fqn not in scales]:
-        raise UnreadableError(f"{strange[0]!r} is a scale of no 8-bit tensor", hint="is the checkpoint whole?")
+        raise UnreadableError(f"{strange[0]!r} is a scale without an 8-bit tensor", hint="is the checkpoint whole?")
     static = tuple(fqn for fqn in tensors if fqn.endswith(_STATIC))
     what = "8-bit floats" + (f" in blocks of {block[0]}×{block[1]}" if block else " with one scale")
     return Found(what=what, tensors=found, dropped=static)
@@ -49,7 +49,7 @@ def _block_size(settings: Settings) -> tuple[int, int] | None:
     if value is None:
         return None
     if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int and n > 0 for n in value):
-        raise UsageError(f"weight_block_size is {value!r}, and should be two positive numbers")
+        raise UsageError(f"weight_block_size is {value!r}, but must be two positive numbers")
     return value[0], value[1]
 
 
@@ -58,7 +58,7 @@ def _quantised(entry: TensorEntry, tensors: Tensors, block: tuple[int, int] | No
     if len(entry.shape) < 2:
         raise UnreadableError(f"{entry.fqn!r} is {list(entry.shape)}: only matrices are stored in blocks")
     if scale.dtype.name not in _SCALES:
-        raise UnreadableError(f"{scale.fqn!r} is {scale.dtype.name}, and scales are {', '.join(_SCALES)}")
+        raise UnreadableError(f"{scale.fqn!r} is {scale.dtype.name}, but scales must be {', '.join(_SCALES)}")
     *outer, rows, columns = entry.shape
     height, width = block or (max(1, rows), max(1, columns))
     wanted = (*outer, -(-rows // height), -(-columns // width))

@@ -64,7 +64,7 @@ def _layer(stem: str, parts: Parts, tensors: Tensors, settings: Settings) -> Pac
     if order is not None and (order.dtype.name not in ("I32", "I64") or len(order.shape) != 1 or not order.num_elems):
         raise UnreadableError(f"{order.fqn!r} is {order.dtype.name} {list(order.shape)}, not the groups of inputs")
     if order is None and settings.get("desc_act"):
-        raise UnreadableError(f"'{stem}.g_idx' is missing: with desc_act it says which inputs share a scale")
+        raise UnreadableError(f"'{stem}.g_idx' is missing: with desc_act it defines which inputs share a scale")
     num_groups, num_outputs = scales.shape
     fitting = {}
     for bits in _BITS:

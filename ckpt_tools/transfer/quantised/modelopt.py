@@ -33,14 +33,14 @@ def _find_all(tensors: Tensors, settings: Settings, read: ReadRun) -> Found:  # 
     for layer in layers.values() if isinstance(layers, Mapping) else ():
         refuse(layer if isinstance(layer, Mapping) else {}, "quant_algo", *_ALGORITHMS)
     if strange := [fqn for fqn in tensors if fqn.rpartition(".")[2] in _CHANGES_INPUTS]:
-        raise UsageError(f"{strange[0]!r} changes what a layer is given, which ckpt does not undo")
+        raise UsageError(f"{strange[0]!r} changes the inputs of a layer, which ckpt does not undo")
     found = tuple(_find(tensors))
     known = {entry.fqn for one in found for entry in one.stored}
     dropped = tuple(fqn for fqn in tensors if fqn.rpartition(".")[2] in _LEFT_OUT)
     for entry in tensors.values():
         is_part = entry.dtype.name in ("U8", "F8_E4M3") or "weight_scale" in entry.fqn
         if is_part and entry.fqn not in known and entry.fqn not in dropped:
-            raise UnreadableError(f"{entry.fqn!r} is a part of no weight", hint="is the checkpoint whole?")
+            raise UnreadableError(f"{entry.fqn!r} belongs to no weight", hint="is the checkpoint whole?")
     return Found(what="4 or 8 bits (ModelOpt)", tensors=found, dropped=dropped)
 
 
@@ -66,7 +66,7 @@ def _eight_bits(weight: TensorEntry, scale: TensorEntry) -> Quantised:
         check_shape(scale, (*outer, rows, -(-columns // _GROUP)), of=weight)
         grid = 1, _GROUP
     elif scale.dtype.name != "F32":
-        raise UnreadableError(f"{scale.fqn!r} is {scale.dtype.name}, and should be F32 or U8")
+        raise UnreadableError(f"{scale.fqn!r} must be F32 or U8, got {scale.dtype.name}")
     elif scale.num_elems == prod(outer):
         grid = max(1, rows), max(1, columns)
     else:

@@ -65,7 +65,7 @@ def fp4(fqn: str, packed: TensorEntry, scale: TensorEntry, whole: _Whole | None)
         raise UnreadableError(f"{shown}, not 4-bit floats in groups of {group}")
     kinds = ("U8", "F8_E8M0") if whole is None else ("F8_E4M3",)
     if scale.dtype.name not in kinds:
-        raise UnreadableError(f"{scale.fqn!r} is {scale.dtype.name}, and should be {' or '.join(kinds)}")
+        raise UnreadableError(f"{scale.fqn!r} is {scale.dtype.name}, but must be {' or '.join(kinds)}")
     check_shape(scale, (*outer, 2 * half // group), of=packed)
     stored = [packed, scale]
     if whole is not None:

@@ -63,7 +63,7 @@ class PackedLayer:
         if strange := [int(group) for group in (found.min(), found.max()) if not 0 <= group < num_groups]:
             raise UnreadableError(f"{self.order.fqn!r} names group {strange[0]}, of {num_groups}")
         if self.group_size and not np.array_equal(found, plain):  # some readers would not look at it
-            raise UnreadableError(f"{self.order.fqn!r} orders inputs, and config.json says that desc_act is false")
+            raise UnreadableError(f"{self.order.fqn!r} orders inputs, but config.json has desc_act false")
         return found.astype(np.int64)
 
 
@@ -97,8 +97,8 @@ def find_layers(what: str, tensors: Tensors, settings: Settings, parse: Parse, u
         found.append(Quantised(fqn=fqn, shape=layer.shape, stored=tuple(parts), decode=decode))
     known = {entry.fqn for one in found for entry in one.stored}
     if strange := [fqn for fqn in tensors if fqn.endswith((*_PARTS, *_OTHERS)) and fqn not in known]:
-        what = f"{strange[0]!r} is no part of a weight that ckpt decodes"
-        raise UnreadableError(what, hint="without its qweight the checkpoint is not whole")
+        what = f"{strange[0]!r} is not part of a weight that ckpt decodes"
+        raise UnreadableError(what, hint="without its qweight the checkpoint is incomplete")
     return Found(what=what, tensors=as_in_model(found, settings))
 
 
@@ -106,7 +106,7 @@ def group_size(settings: Settings, num_inputs: int, weight: TensorEntry, scales:
     """Return how many inputs share a scale, as the settings say."""
     size = settings.get("group_size", settings.get("q_group_size"))
     if type(size) is not int or size < -1 or not size:
-        raise UsageError(f"quantization_config has group_size {size!r}, and should have a positive number or -1")
+        raise UsageError(f"quantization_config has group_size {size!r}, but needs a positive number or -1")
     size = max(1, num_inputs) if size == -1 else size
     check_shape(scales, (-(-num_inputs // size), scales.shape[1]), of=weight)
     return size

@@ -53,7 +53,7 @@ def _find(tensors: Tensors, header: Mapping[str, str]) -> Iterator[Quantised]:
         kind, parts, own = map(told.get, ("_type", "_tensor_data_names", "_data"))
         if kind not in _KINDS or not isinstance(parts, list) or not isinstance(own, dict) or "act_pre_scale" in parts:
             what = f"{name!r} is a {kind} of torchao with {parts}, which ckpt does not decode"
-            raise UsageError(what, hint=f"it does, but for scales of activations: {', '.join(_KINDS)}")
+            raise UsageError(what, hint=f"supported, except for scales of activations: {', '.join(_KINDS)}")
         stored = {
             part: companions(tensors, f"{stem}_{part}", of=data.fqn) for part in ("qdata", "scale", *map(str, parts))
         }

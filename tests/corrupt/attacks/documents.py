@@ -61,7 +61,7 @@ _index("not-utf8", "Latin-1", b'{"weight_map": {"\xe9": "x"}}', words="utf-8")
 _index("pickle", "a pickle", b"\x80\x04cos\nsystem\n(X\x02\0\0\0idtR.")
 _index("extra-tensor", "a tensor that no file has",
     lambda case, document: document["weight_map"].update({"\x1b[31mghost": "model-00001-of-00002.safetensors"}),
-    words="no file has it")
+    words="no file contains it")
 # fmt: on
 
 

@@ -80,7 +80,7 @@ def check_task(config: Config, model_type: str | None, loading: Loading) -> None
     if task not in _TASKS:
         raise RejectedError(f"task_type is {task!r}, which is not one of {', '.join(_TASKS)}")
     if model_type is not None and model_type in _WITHOUT_IDS.split():
-        what = f"task_type is {task}: PEFT calls the model with input_ids, which a {model_type} model does not take"
+        what = f"task_type is {task}: PEFT calls the model with input_ids, which a {model_type} model does not accept"
         hint = "set task_type to null: PEFT then passes on the arguments that it receives"
         loading.misreads(ADAPTER_CONFIG, what, hint)
 
@@ -201,7 +201,7 @@ def check_parameters(
     """Raise RejectedError if factors of a module's wrappers have other shapes than PEFT makes for its parameters."""
     lacking = [role for level in range(len(parameters)) for role in ("A", "B") if role not in levels.get(level, {})]
     if lacking:
-        what = f"the file lacks {len(lacking)} factors of {len(parameters)} target_parameters: PEFT initialises them"
+        what = f"{len(lacking)} factors are missing of {len(parameters)} target_parameters: PEFT initialises them"
         loading.incomplete(module, what, "was the adapter saved completely?")
     if len(parameters) > _MOST:
         what = f"{len(parameters)} target_parameters of one module: their order is not known"
@@ -220,7 +220,7 @@ def _ways(r: int, weight: Shape) -> tuple[Mapping[str, Shape], ...]:
     if len(weight) == 2:
         return ({"A": (r, weight[1]), "B": (weight[0], r)},)
     if len(weight) != 3:
-        raise RejectedError(f"a parameter of {len(weight)} dims, where PEFT wraps those of 2 and 3")
+        raise RejectedError(f"a parameter with {len(weight)} dims; PEFT wraps only those with 2 or 3")
     e, one, other = weight
     return ({"A": (r * e, one), "B": (other, r * e)}, {"A": (r * e, other), "B": (one, r * e)})
 
@@ -241,14 +241,14 @@ _FIRST_STABLE_MINOR = 18
 
 _VARIANTS: Mapping[str, str] = {
     "init_lora_weights": "the base was changed before training, and the factors belong to the changed base",
-    "use_qalora": "QALoRA pools the inputs before they meet the factors",
-    "alora_invocation_tokens": "aLoRA acts only on the tokens behind its invocation",
-    "layer_replication": "layers are replicated, so that the model is not the base's",
+    "use_qalora": "QALoRA pools the inputs before they reach the factors",
+    "alora_invocation_tokens": "aLoRA acts only on the tokens after its invocation",
+    "layer_replication": "layers are replicated, so the model is not the base's",
     "use_bdlora": "BD-LoRA's factors are block-diagonal",
     "arrow_config": "Arrow routes between several adapters",
-    "kasa_config": "KaSA changes the base, and has a diagonal beside the factors",
-    "monteclora_config": "MonteCLoRA samples around the factors",
-    DORA_SCALE: "ckpt made its dora_scale for ComfyUI; other loaders compute something else with it",
+    "kasa_config": "KaSA changes the base, and adds a diagonal to the factors",
+    "monteclora_config": "MonteCLoRA draws random samples around the factors",
+    DORA_SCALE: "ckpt wrote its dora_scale for ComfyUI; other loaders compute something else from it",
 }
 _NOT_EXPORTED = ("use_bdlora", "arrow_config", "kasa_config", "monteclora_config")
 """Of these, ckpt does not write PEFT's files either."""
@@ -285,8 +285,8 @@ def doubt_about(adapter: Adapter[F]) -> str | None:
     if found is None or not str(found.value).lower().startswith("pissa_niter"):
         return None
     return (
-        f"init_lora_weights is {escape_name(str(found.value))}: PEFT decomposes the base again at every loading, by a "
-        "random algorithm, and what it computes is near to what was trained, not the same"
+        f"init_lora_weights is {escape_name(str(found.value))}: PEFT decomposes the base again at every load with a "
+        "randomised algorithm, and the result is close to what was trained, not equal to it"
     )
 
 

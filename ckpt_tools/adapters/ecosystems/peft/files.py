@@ -62,7 +62,7 @@ def from_one_model(adapter: Adapter[F], *, is_diffusion: bool = False) -> tuple[
         return adapter, None
     if len(prefixes) > 1:
         shown = ", ".join(prefix.rstrip(".") or "others" for prefix in sorted(prefixes))
-        what = f"an adapter for {len(prefixes)} models ({shown}), but an adapter of PEFT is for one"
+        what = f"an adapter for {len(prefixes)} models ({shown}), but a PEFT adapter is for one model"
         raise UsageError(what, hint=f"export them one by one: --include '{max(prefixes)}**'")
     prefix = prefixes.pop()
     modules = tuple(replace(module, path=module.path[len(prefix) :]) for module in adapter.modules)

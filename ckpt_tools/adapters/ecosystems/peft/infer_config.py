@@ -62,13 +62,13 @@ def _only_family(adapter: Adapter[F]) -> Family:
     if len(counts) > 1:
         counts.pop(TOKENS, None)
     if not counts:
-        what = "there are trained modules here, but no factors of an adapter"
+        what = "the source has trained modules, but no adapter factors"
         raise UsageError(what, hint="`ckpt gather` extracts tensors from a checkpoint")
     for family in map(FAMILIES.__getitem__, counts):
         if family.peft_type is None:
-            raise UsageError(f"PEFT has no form for {family.title}s ({counts[family.name]} modules)", hint=MERGE_HINT)
+            raise UsageError(f"PEFT has no format for {family.title}s ({counts[family.name]} modules)", hint=MERGE_HINT)
     if len(counts) > 1:
-        what = f"an adapter of PEFT has one type, but here are {' and '.join(sorted(counts))}"
+        what = f"a PEFT adapter has one type, but this one has {' and '.join(sorted(counts))}"
         raise UsageError(what, hint="export them one by one, with --include and --exclude")
     return FAMILIES[next(iter(counts))]
 
@@ -80,7 +80,7 @@ def _as_written(adapter: Adapter[F], family: Family, base_model: str | None) -> 
         what = f"the tensors of {family.title} do not show its configuration"
         raise UsageError(what, hint="put the adapter_config.json of the training run beside the source")
     if adapter.omitted:
-        what = f"of an adapter of {family.title} ckpt writes all modules: its configuration is copied as it is"
+        what = f"{family.title} adapters must be written whole: their configuration is copied as it is"
         raise UsageError(what, hint="leave out --include and --exclude")
     if family.name == "prompt" and any(module.is_saved for module in adapter.modules):
         what = "modules were trained whole beside a prompt, which ckpt does not write under PEFT's names"
@@ -137,7 +137,7 @@ def _ranks_and_alphas(adapter: Adapter[F], family: Family, modules: Sequence[Ada
             raise refuse_parameters(module.path)
         if module.rank is None:
             what = f"the rank of {module.path!r} is not known: its factors do not show it"
-            raise UsageError(what, hint="give the one of the training run: --config r=VALUE")
+            raise UsageError(what, hint="give the rank of the training run: --config r=VALUE")
         ranks[path] = module.rank
         if module.alpha is not None:
             alphas[path] = module.alpha
@@ -153,7 +153,7 @@ def _ranks_and_alphas(adapter: Adapter[F], family: Family, modules: Sequence[Ada
         sources = sorted({found.source for found in rest.values()})
         config[patterns] = Sourced(
             {f"^{exact_pattern([path])}": _plain(found.value) for path, found in rest.items()},
-            ", ".join(sources[:_MAX_SHOWN]) if rest else "all modules are alike",
+            ", ".join(sources[:_MAX_SHOWN]) if rest else "the same for all modules",
         )
     if "use_rslora" in family.peft_fields:
         rslora = {module.use_rslora for module in modules}
@@ -307,7 +307,7 @@ def _parameters_left(modules: Sequence[AdapterModule[F]], known: Sourced[object]
                 f"factors of {len(group)} parameters of {path!r} are here, and target_parameters names "
                 f"{len(leaves)}: it is not known which were left out",
                 where=path,
-                hint="name those that are left: --config 'target_parameters=[…]'; or leave out the whole module",
+                hint="name the remaining ones: --config 'target_parameters=[…]'; or leave out the whole module",
             )
         names |= {f"{path}.{leaf}" for leaf in leaves}
     return Sourced(sorted(names), f"{known.source}, without what was left out")
@@ -388,7 +388,7 @@ def _check_tied(adapter: Adapter[F], saved: Collection[str]) -> None:
         return
     if not (ends & set(EMBEDDINGS) and ends & set(HEADS)):
         raise UsageError(
-            "ensure_weight_tying is true, and of the embedding and the head that is tied to it only one is here: PEFT "
+            "ensure_weight_tying is true, but only one of the embedding and the head tied to it is here: PEFT "
             "would not load the adapter",
             where=known.source,
             hint="take them from a state dict that has both (get_model_state_dict without ignore_frozen_params, "
@@ -417,8 +417,7 @@ def _check_whole(whole: Sequence[AdapterModule[F]], base: BaseModel | None) -> N
         absent = [name for name in own if name[len(module.path) + 1 :] not in module.factors]
         if absent and base is not None:
             what = (
-                f"{module.path!r} was trained in part: {absent[0]!r} is not among what was "
-                "trained, and PEFT saves modules whole"
+                f"{module.path!r} was trained only in part: {absent[0]!r} was not trained, and PEFT saves whole modules"
             )
             raise UsageError(what, where=base.source, hint="if its tensors are not needed, leave them out: --exclude")
 

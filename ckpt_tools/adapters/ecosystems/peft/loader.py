@@ -59,13 +59,13 @@ def load(file: AdapterFile, loading: Loading) -> None:
         return
     rules.check_config(config, family)
     if not rules.has_targets(config):
-        what = "target_modules is not set: PEFT uses a table of its own, or refuses a model that is not in it"
-        loading.misreads(ADAPTER_CONFIG, what, "ckpt export-lora SRC DST --to peft writes them")
+        what = "target_modules is not set: PEFT uses its own table, or refuses a model that is not in it"
+        loading.misreads(ADAPTER_CONFIG, what, "write them with ckpt export-lora SRC DST --to peft")
     if family.is_scaled:
         alpha = family.alpha_field
         if alpha not in config:
             what = f"{alpha} is missing, and PEFT silently uses 8"
-            loading.misreads(ADAPTER_CONFIG, what, "ckpt export-lora SRC DST --alpha VALUE writes it")
+            loading.misreads(ADAPTER_CONFIG, what, "write it with ckpt export-lora SRC DST --alpha VALUE")
         loading.say_scale(alpha, config.get(alpha))
     if file.base is not None and file.base_class is None and _is_converted(config, file.base):
         what = "PEFT rewrites adapters of experts for the stacked ones of transformers 5, which is not simulated"
@@ -176,7 +176,7 @@ def _why_not(key: Key, family: Family, config: Config, *, is_wrapped: bool) -> s
         return None
     if is_wrapped and config.get("target_parameters"):
         return None
-    return "the configuration does not target its module, so that it is silently not loaded"
+    return "the configuration does not target its module, so it is silently not loaded"
 
 
 def _why_not_plain(inner: str, shape: Shape, file: AdapterFile, config: Config) -> str | None:
@@ -220,7 +220,7 @@ def _check_resized(inner: str, shape: Shape, file: AdapterFile, loading: Loading
         return
     if len(there) != len(shape) or there[1:] != shape[1:]:
         raise RejectedError(f"size mismatch: {inner} is {list(shape)}, the base model's is {list(there)}")
-    what = f"it has {shape[0]} rows, the base model's {there[0]}: PEFT refuses it unless the model is resized before"
+    what = f"it has {shape[0]} rows, the base model's {there[0]}: PEFT refuses it unless the model is resized first"
     loading.needs(inner, what)
 
 
@@ -264,7 +264,7 @@ def _check_shapes(
     for role, shape in factors.items():
         right = way.get(role)
         if right is not None and right != shape:
-            raise RejectedError(f"size mismatch: {role} of {path} is {list(shape)}, PEFT makes {list(right)}")
+            raise RejectedError(f"size mismatch: {role} of {path} is {list(shape)}, PEFT creates {list(right)}")
     for problem, roles in (("lacks", way.keys() - factors.keys()), ("has", factors.keys() - way.keys())):
         if roles:
             what = (
@@ -297,7 +297,7 @@ def _say_missing(
     lost = _lost(idle, used)
     shown = first_few(lost or idle)
     if not is_idle or lost:
-        anew = "which change nothing" if is_idle else "of random numbers, as init_weights says"
+        anew = "which change nothing" if is_idle else "with random values, as init_weights requests"
         loading.incomplete(
             ADAPTER_CONFIG,
             f"the configuration targets {len(idle)} modules that the file has no tensors for ({shown}): PEFT gives "
@@ -361,14 +361,14 @@ def why_no_tokens(
         and isinstance(config.get("trainable_token_indices"), list)
         and key.path.rpartition(".")[2] in HEADS
     ):
-        return "a list of trainable_token_indices is for the input embedding alone"
+        return "a list of trainable_token_indices applies only to the input embedding"
     if problem := why_wrong(module, indices.value):
         raise RejectedError(f"{key.path}: {problem}")
     weight = (file.base or {}).get(f"{key.path}.weight") or (sys.maxsize, *rows.shape[1:])
     if rows.shape[1:] != weight[1:]:
         raise RejectedError(f"size mismatch: {key.path} has {list(weight)}, its rows are {list(rows.shape)}")
     if problem := beyond(module, indices.value, weight):
-        loading.needs(key.path, f"{problem}. PEFT refuses it unless the model is resized before")
+        loading.needs(key.path, f"{problem}. PEFT refuses it unless the model is resized first")
     return None
 
 
@@ -407,10 +407,10 @@ def ask(file: AdapterFile, config: Config, loading: Loading) -> None:
         key = parse_key(name.removeprefix("base_model.model."))
         loading.use(name, (key.path if key is not None else "") or name.rpartition(".")[0] or "prompt_encoder")
     if file.base is None:
-        loading.needs_base(file.file, "without --base PEFT cannot be asked what it loads")
+        loading.needs_base(file.file, "without --base, ckpt cannot query PEFT for what it loads")
         return
     if any(importlib.util.find_spec(name) is None for name in ("peft", "transformers", "torch")):
-        loading.unchecked(file.file, "PEFT is not installed, which judges this type: pip install 'ckpt-tools[hf]'")
+        loading.unchecked(file.file, "PEFT, which checks this type, is not installed: pip install 'ckpt-tools[hf]'")
         return
     shapes = {name: entry.shape for name, entry in file.tensors.items()}
     plain = {key: value for key, value in file.base_config.items() if key != "quantization_config"}
@@ -420,7 +420,7 @@ def ask(file: AdapterFile, config: Config, loading: Loading) -> None:
         with Child(f"{__name__}:answer", job, PeftAnswer, does="asks PEFT", sandboxed=True) as child:
             found = child.result()
     except CkptError as error:
-        loading.unchecked(file.file, f"PEFT could not be asked: {error.what}")
+        loading.unchecked(file.file, f"PEFT could not be queried: {error.what}")
         return
     if found.refused:
         raise RejectedError(found.refused)
@@ -428,11 +428,11 @@ def ask(file: AdapterFile, config: Config, loading: Loading) -> None:
         loading.unchecked(file.file, f"not known: {found.unknown}")
     for name in found.ignored:
         del loading.used[name]
-        loading.ignored[name] = "PEFT has no place for it"
+        loading.ignored[name] = "PEFT has no parameter for it"
     if found.missing:
         loading.incomplete(
             ADAPTER_CONFIG,
-            f"the file lacks {len(found.missing)} tensors that PEFT makes for this configuration "
+            f"the file does not have {len(found.missing)} tensors that PEFT creates for this configuration "
             f"({first_few(found.missing)}): PEFT initialises them (a warning at most)",
             "is it the configuration of this adapter, and was it saved completely?",
         )
