@@ -279,7 +279,8 @@ def rows(*paths: str) -> bytes:
         ({TREE: lambda a: Answer(200, {"Link": f"<{TREE}?c={a.number}>; rel=next"}, rows("a"))}, 4, "more than 20"),
         ({TREE: lambda a: Answer(200, {"Link": f"<{TREE}?c={a.number}>; rel=next"}, rows(*map(str, range(9999))))}, 4,
          "or 1.00 MiB: 9999 files"),
-        ({TREE: lambda _: Answer(200, {"Link": '<https://other.example/x>; rel="next"'}, rows("a"))}, 1, "another server"),
+        ({TREE: lambda _: Answer(200, {"Link": '<https://other.example/x>; rel="next"'}, rows("a"))}, 1,
+         "another server"),
     ],
 )  # fmt: skip
 def test_hostile_hub_is_refused(run, naps, monkeypatch, pages: dict, code: int, says: str) -> None:
