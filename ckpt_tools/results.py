@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from itertools import islice
 from typing import Any
 
@@ -60,6 +60,23 @@ class Result:
         rows = [(name, text[:_MAX_CHARS] + "…" * (len(text) > _MAX_CHARS)) for name, text in found if text]
         left = len(rows) - _MAX_ROWS
         return rows[:_MAX_ROWS] + [("…", f"and {left} more fields")] * (left > 0)
+
+
+def as_json(held: object, names: str) -> dict[str, Any]:
+    """Return attributes as JSON holds them, in this order: those named, `key=name` under another key."""
+    pairs = (each.partition("=") for each in names.split())
+    return {key: plain(getattr(held, name or key)) for key, _, name in pairs}
+
+
+def plain(value: Any) -> Any:  # noqa: ANN401 - whatever a field holds
+    """Return a value as JSON holds it: with its own `to_json`, or a dataclass as its fields."""
+    if hasattr(value, "to_json"):
+        return value.to_json()
+    if is_dataclass(value):
+        return asdict(value)  # type: ignore[arg-type]
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 class CheckedResult(Result):

@@ -36,7 +36,7 @@ from ckpt_tools.checkpoint.identity import Identity
 from ckpt_tools.errors import UsageError
 from ckpt_tools.options import takes
 from ckpt_tools.options.adapters import CheckOptions
-from ckpt_tools.results import CheckedResult
+from ckpt_tools.results import CheckedResult, as_json, plain
 from ckpt_tools.storage.locations import is_directory, open_source
 from ckpt_tools.text import escape_name, first_few, natural_key, natural_order
 
@@ -92,41 +92,23 @@ class LoraCheck(CheckedResult):
     def to_json(self) -> dict[str, object]:
         """Return it as JSON holds it."""
         return {
-            "ok": self.ok,
-            "verdict": self.verdict,
-            "identity": None if self.identity is None else self.identity.to_json(),
-            "judges": list(self.judges),
-            "path": self.path,
-            "type": self.kind,
-            "rank": self.rank,
-            "ranks": {str(rank): count for rank, count in self.ranks.items()},
-            "alpha": {
-                "value": None if self.alpha is None else self.alpha.value,
-                "source": None if self.alpha is None else self.alpha.source,
-            },
-            "alphas": {str(alpha): count for alpha, count in self.alphas.items()},
-            "num_modules": self.num_modules,
-            "targets": list(self.targets),
-            "convention": self.convention,
-            "architecture": self.architecture,
-            "loaders": [
-                {
-                    "loader": report.loader,
-                    "loads": report.loads,
-                    "changes": report.changes,
-                    "whole": report.is_whole,
-                    "proven": report.is_proven,
-                    "matched_modules": len(report.matched),
-                    "matched_tensors": report.num_matched,
-                    "unmatched_tensors": len(report.unmatched),
-                    "unmatched": list(report.unmatched[:20]),
-                    "findings": [asdict(finding) for finding in fold(report.findings)],
-                }
-                for report in self.loaders
-            ],
-            "not_checked": list(self.not_checked),
-            "findings": [asdict(finding) for finding in self.findings],
+            **as_json(self, "ok verdict identity judges path type=kind rank ranks"),
+            "alpha": {"value": None, "source": None} if self.alpha is None else asdict(self.alpha),
+            **as_json(self, "alphas num_modules targets convention architecture"),
+            "loaders": [_loader_json(report) for report in self.loaders],
+            **as_json(self, "not_checked findings"),
         }
+
+
+def _loader_json(report: LoaderReport) -> dict[str, object]:
+    return {
+        **as_json(report, "loader loads changes whole=is_whole proven=is_proven"),
+        "matched_modules": len(report.matched),
+        "matched_tensors": report.num_matched,
+        "unmatched_tensors": len(report.unmatched),
+        "unmatched": plain(report.unmatched[:20]),
+        "findings": plain(fold(report.findings)),
+    }
 
 
 @takes(CheckOptions, 'ckpt_tools.check_lora("adapter", base="model").verdict', "'loads'")

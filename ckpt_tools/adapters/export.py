@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_tools.adapters import settings
@@ -38,7 +38,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.options import takes
 from ckpt_tools.options.adapters import ExportOptions
-from ckpt_tools.results import CheckedResult
+from ckpt_tools.results import CheckedResult, as_json
 from ckpt_tools.storage.run_leases import leased
 from ckpt_tools.storage.staging import check_destination, check_space
 from ckpt_tools.text import escape_name
@@ -59,13 +59,7 @@ class Export(CheckedResult):
 
     def to_json(self) -> dict[str, object]:
         """Return it as JSON holds it."""
-        return {
-            **self.conversion.to_json(),
-            "ok": self.ok,
-            "config": {name: {"value": found.value, "source": found.source} for name, found in self.config.items()},
-            "assumed": list(self.assumed),
-            "findings": [asdict(finding) for finding in self.findings],
-        }
+        return self.conversion.to_json() | as_json(self, "ok config assumed findings")
 
 
 Factor = Any  # A `TensorEntry`, whose bytes are moved, or an `Array` that a conversion made

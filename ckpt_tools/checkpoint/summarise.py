@@ -17,7 +17,7 @@ from ckpt_tools.checkpoint.entries import Asset, BlobEntry, ByteSpan, Checkpoint
 from ckpt_tools.checkpoint.identity import Identity
 from ckpt_tools.checkpoint.infer_mesh import block_of, infer_mesh, rank_of_file
 from ckpt_tools.checkpoint.layout import Layout, Mesh, Placement, Replicate, cut_tensor
-from ckpt_tools.results import Result
+from ckpt_tools.results import Result, as_json
 from ckpt_tools.text import natural_key, natural_order
 
 MAX_PREFIXES = 12  # Rows that the FQN tree is folded to
@@ -151,41 +151,30 @@ class Summary(Result):
 
     def to_json(self, *, tensors: Iterable[TensorEntry] | None = None) -> dict[str, object]:
         """Return the `inspect` document of the command contract, with chunks of `tensors`; names stay as they are."""
+
+        def rows(items: Iterable[object], names: str) -> list[dict[str, object]]:
+            return [as_json(each, names) for each in items]
+
         document: dict[str, object] = {
-            "path": self.path,
-            "format": self.format,
-            "identity": None if self.identity is None else self.identity.to_json(),
+            **as_json(self, "path format identity"),
             "names": self.names or None,
-            "num_tensors": self.num_tensors,
-            "num_elements": self.num_elems,
-            "total_bytes": self.total_bytes,
-            "num_chunks": self.num_chunks,
+            **as_json(self, "num_tensors num_elements=num_elems total_bytes num_chunks"),
             "num_files": len(self.files),
             "dtypes": dict(self.dtypes),
-            "ranks": [
-                {"rank": r.rank, "files": list(r.files), "num_chunks": r.num_chunks, "bytes": r.num_bytes}
-                for r in self.ranks
-            ],
+            "ranks": rows(self.ranks, "rank files num_chunks bytes=num_bytes"),
             "imbalance": self.imbalance,
-            "files": [
-                {"file": f.file, "nbytes": f.file_bytes, "num_chunks": f.num_chunks, "bytes": f.num_bytes}
-                for f in self.files
-            ],
+            "files": rows(self.files, "file nbytes=file_bytes num_chunks bytes=num_bytes"),
             "blobs": [
-                {"fqn": b.fqn, "file": b.span.file, "offset": b.span.offset, "nbytes": b.span.nbytes}
+                {"fqn": b.fqn, **as_json(b.span, "file offset nbytes")}
                 | {"census": (held := self.inside.get(b.fqn)), "holds": None if held is None else say_census(held)}
                 for b in self.blobs
             ],
             "objects": self.census,
-            "assets": [{"file": asset.file, "nbytes": asset.nbytes} for asset in self.assets],
-            "prefixes": [
-                {"prefix": p.prefix, "num_tensors": p.num_tensors, "num_elements": p.num_elems, "bytes": p.num_bytes}
-                for p in self.prefixes
-            ],
+            "assets": rows(self.assets, "file nbytes"),
+            "prefixes": rows(self.prefixes, "prefix num_tensors num_elements=num_elems bytes=num_bytes"),
             "mesh": None if self.mesh is None else dict(self.mesh.axes),
-            "mesh_source": self.mesh_source,
-            "virtual": self.is_virtual,
-            "contents": [{"name": c.name, "nbytes": c.num_bytes, "what": c.what} for c in self.contents],
+            **as_json(self, "mesh_source virtual=is_virtual"),
+            "contents": rows(self.contents, "name nbytes=num_bytes what"),
         }
         if tensors is not None:
             document["tensors"] = [_tensor_json(self, tensor) for tensor in tensors]
@@ -402,20 +391,12 @@ def overlay(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
 
 def _tensor_json(summary: Summary, tensor: TensorEntry) -> dict[str, object]:
     placements = summary.placements_of(tensor.fqn)
-    return {
-        "fqn": tensor.fqn,
-        "dtype": tensor.dtype.name,
-        "shape": list(tensor.shape),
-        "placements": None if placements is None else {axis: str(p) for axis, p in placements.items()},
-        "chunks": [
-            {
-                "rank": rank_of_file(chunk.span.file),
-                "offsets": list(chunk.box.offsets),
-                "sizes": list(chunk.box.sizes),
-                "file": chunk.span.file,
-                "offset": None if summary.is_virtual else chunk.span.offset,
-                "nbytes": chunk.span.nbytes,
-            }
-            for chunk in tensor.chunks
-        ],
-    }
+    chunks = [
+        {"rank": rank_of_file(chunk.span.file), **as_json(chunk.box, "offsets sizes")}
+        | as_json(chunk.span, "file offset nbytes")
+        | ({"offset": None} if summary.is_virtual else {})
+        for chunk in tensor.chunks
+    ]
+    said = None if placements is None else {axis: str(p) for axis, p in placements.items()}
+    names = {"fqn": tensor.fqn, "dtype": tensor.dtype.name, "shape": list(tensor.shape)}
+    return {**names, "placements": said, "chunks": chunks}

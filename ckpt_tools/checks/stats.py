@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from ckpt_tools.checkpoint.entries import Finding, TensorEntry
 from ckpt_tools.checkpoint.formats.blob_contents import check_sealed, revealed
@@ -23,7 +23,7 @@ from ckpt_tools.checks.sibling_tensors import gathered, kind_of, layer_of, outli
 from ckpt_tools.checks.updates import Update, Updating, check_updates
 from ckpt_tools.checks.values import check_values, is_weight, packed_tensors, unseen_values
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.results import CheckedResult
+from ckpt_tools.results import CheckedResult, as_json, plain
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few, natural_order
 from ckpt_tools.transfer.execute import Outcome, Progress, scan
@@ -102,6 +102,17 @@ class TensorStats:
     update: Update | None = None  # Against the other checkpoint, where it has the tensor
     spectrum: Spectrum | None = None  # Where it was asked for, of matrices
 
+    def to_json(self) -> dict[str, object]:
+        """Return it as JSON holds it."""
+        document = as_json(self, "fqn dtype shape") | as_json(self.counts, "nan=num_nan inf=num_inf zeros=num_zero")
+        if (moments := self.moments) is not None:
+            figures = ("min", "max", "mean", "std", "rms", "absmax")
+            document |= {"finite": moments.num_elems} | {name: _number(getattr(moments, name)) for name in figures}
+            document["histogram"] = plain(moments.histogram)
+        return document | {
+            name: plain(held) for name, held in (("update", self.update), ("rank", self.spectrum)) if held is not None
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Stats(CheckedResult):
@@ -122,20 +133,8 @@ class Stats(CheckedResult):
 
     def to_json(self) -> dict[str, object]:
         """Return it as JSON holds it."""
-        return {
-            "ok": self.ok,
-            "identities": [each.to_json() for each in self.identities],
-            "bytes": self.nbytes,
-            "tensors": [_row_json(row) for row in self.tensors],
-            "only_in_source": list(self.only_in_source),
-            "only_in_other": list(self.only_in_other),
-            "updates": {
-                by: {part: _update_json(update) for part, update in parts.items()} for by, parts in self.updates.items()
-            },
-            "findings": [asdict(finding) for finding in self.findings],
-            "not_checked": list(self.not_checked),
-            "notes": list(self.notes),
-        }
+        first = as_json(self, "ok identities bytes=nbytes tensors only_in_source only_in_other updates findings")
+        return first | as_json(self, "not_checked notes")
 
 
 def stats(
@@ -289,25 +288,6 @@ def _joint(rows: Iterable[TensorStats], part_of: Callable[[str], str]) -> dict[s
             part = part_of(row.fqn)
             found[part] = found.get(part, Update()) + row.update
     return {part: found[part] for part in natural_order(found)}
-
-
-def _row_json(row: TensorStats) -> dict[str, object]:
-    document: dict[str, object] = {"fqn": row.fqn, "dtype": row.dtype, "shape": list(row.shape)}
-    counts, moments = row.counts, row.moments
-    document |= {"nan": counts.num_nan, "inf": counts.num_inf, "zeros": counts.num_zero}
-    if moments is not None:
-        figures = ("min", "max", "mean", "std", "rms", "absmax")
-        document |= {"finite": moments.num_elems} | {name: _number(getattr(moments, name)) for name in figures}
-        document["histogram"] = [list(each) for each in moments.histogram]
-    if row.update is not None:
-        document["update"] = _update_json(row.update)
-    if row.spectrum is not None:
-        document["rank"] = asdict(row.spectrum)
-    return document
-
-
-def _update_json(update: Update) -> dict[str, object]:
-    return {"changed": update.num_changed, "relative": update.relative, "cosine": update.cosine}
 
 
 def _number(value: float) -> float | None:

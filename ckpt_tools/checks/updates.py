@@ -11,6 +11,7 @@ from ckpt_tools.checkpoint.entries import Finding, TensorEntry
 from ckpt_tools.checkpoint.globs import Names, find_named
 from ckpt_tools.checkpoint.layout import Box
 from ckpt_tools.checks.sibling_tensors import gathered
+from ckpt_tools.results import as_json
 from ckpt_tools.text import first_few
 from ckpt_tools.transfer.paired_reader import PairedReader
 
@@ -43,6 +44,10 @@ class Update:
         size = math.sqrt(self.ours * self.theirs)
         found = self.product / size if size > 0 else math.nan
         return max(-1.0, min(1.0, found)) if math.isfinite(found) else None
+
+    def to_json(self) -> dict[str, object]:
+        """Return it as JSON holds it."""
+        return as_json(self, "changed=num_changed relative cosine")
 
 
 class Updating:

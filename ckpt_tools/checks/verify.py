@@ -36,7 +36,7 @@ from ckpt_tools.checks.structure import Lost, check_structure, equal_layouts, is
 from ckpt_tools.checks.values import check_values, unseen_values
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.options.common import Level, Purpose
-from ckpt_tools.results import CheckedResult
+from ckpt_tools.results import CheckedResult, as_json, plain
 from ckpt_tools.text import counted, escape_name, first_few, natural_key, natural_order
 from ckpt_tools.transfer.execute import Outcome, Progress
 from ckpt_tools.transfer.split import Part, own_tensors
@@ -266,23 +266,16 @@ class Verification(CheckedResult):
 
     def to_json(self) -> dict[str, object]:
         """Return it as JSON holds it."""
+        values = counts_to_json(self.counts) if self.level == "values" else None
         return {
-            "ok": self.ok,
-            "identities": [each.to_json() for each in self.identities],
-            "level": self.level,
+            **as_json(self, "ok identities level"),
             **({} if self.share is None else {"part": asdict(self.share)}),
-            "checked": {
-                "tensors": self.tensors,
-                "chunks": self.chunks,
-                "bytes": self.nbytes,
-                "values": counts_to_json(self.counts) if self.level == "values" else None,
-            },
-            "objects": self.objects,
-            "not_checked": list(self.not_checked),
-            "read": [{"file": each.file, "bytes": each.nbytes} for each in self.read],
-            "not_read": [{"file": each.file, "bytes": each.nbytes, "why": each.why} for each in self.not_read],
+            "checked": as_json(self, "tensors chunks bytes=nbytes") | {"values": values},
+            **as_json(self, "objects not_checked"),
+            "read": [as_json(each, "file bytes=nbytes") for each in self.read],
+            "not_read": [as_json(each, "file bytes=nbytes why") for each in self.not_read],
             "causes": [{**asdict(cause), "count": len(cause.findings)} for cause in self.causes],
-            "findings": [asdict(finding) for finding in self.findings],
+            "findings": plain(self.findings),
         }
 
 

@@ -15,7 +15,7 @@ from ckpt_tools.cli.views import page
 from ckpt_tools.cli.views.layouts import format_ranges
 from ckpt_tools.options.check import DiffView
 from ckpt_tools.options.output import OutputOptions
-from ckpt_tools.text import escape_message, escape_name, natural_key
+from ckpt_tools.text import counted, escape_message, escape_name, natural_key
 
 _MOST = 40  # Lines
 _TERMS = ("atol", "rtol", "include", "exclude")  # Options that let fewer differences count
@@ -165,7 +165,7 @@ def _changed_sections(difference: Difference, odd: Sequence[Finding], otherwise:
     parts: list[page.Part] = [chart] if chart.places() else []
     ordered = sorted(changed, key=lambda change: -math.inf if change.relative is None else -change.relative)
     table = page.PageTable.of(
-        f"All {page.count(len(changed), 'changed tensor')}, the most changed first",
+        f"All {counted(len(changed), 'changed tensor')}, the most changed first",
         "tensor, >relative change, what",
         ordered,
         lambda change: (change.fqn, "≠" if change.relative is None else f"{change.relative:.3g}", change.what),

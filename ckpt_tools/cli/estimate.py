@@ -150,7 +150,7 @@ _SERIES = ("params", "grads", "optimizer", "activations", "gathered", "step")
 def estimate_page(result: Estimate) -> page.Page:
     """Return the page of an estimate: the one recommended first."""
     first = result.cases[0].case
-    sizes = f"{count_text(result.params)} parameters · {page.count(first.mesh.world_size, 'rank')}"
+    sizes = f"{count_text(result.params)} parameters · {counted(first.mesh.world_size, 'rank')}"
     title = f"{sizes} · {first.optimizer} · {first.batch_size} × {first.seq_len} tokens per rank · {_dtypes(first)}"
     sections, mood = estimate_sections(result), None
     verdict = "No device to compare with: give --gpu-memory."
@@ -229,7 +229,7 @@ def _timelines(result: Estimate) -> list[page.Part]:
     moments, bars, rows = case.per_rank.moments, [], []
     for before, moment in zip((None, *moments), moments, strict=False):
         if left_out := _num_between(before, moment):
-            what = f"{page.count(left_out, 'block')} alike, not drawn"
+            what = f"{counted(left_out, 'block')} alike, not drawn"
             bars.append(page.Bar(moment.phase, [0] * len(_SERIES), what, moment.phase))
         held = [moment.held.get(name, 0) for name in _SERIES]
         block = moment.block or ("optimizer" if moment.phase == "step" else "outside of blocks")

@@ -126,7 +126,7 @@ def _render_header(summary: Summary, screen: Screen) -> None:
 def _stands_out(summary: Summary) -> Iterator[str]:
     """Yield what somebody should know before anything else."""
     if missing := _missing(summary):
-        yield f"missing: {len(missing)} of {page.count(len(summary.files), 'file')}: {first_few(missing)}"
+        yield f"missing: {len(missing)} of {counted(len(summary.files), 'file')}: {first_few(missing)}"
     identity, ranks = summary.identity, summary.ranks
     if identity is not None:
         part = f"a part, on purpose ({identity.chosen})" if identity.chosen else "a PART"
@@ -146,10 +146,10 @@ def _stands_out(summary: Summary) -> Iterator[str]:
 def _holds(summary: Summary, names: str | None) -> list[tuple[str, str]]:
     """Return how much a checkpoint holds, and in which form; `names` are those of its tensors."""
     files = [file for file in summary.files if file.num_chunks or file.file_bytes]
-    chunks = f"{summary.num_chunks:,} in {files[0].file if len(files) == 1 else page.count(len(files), 'file')}"
+    chunks = f"{summary.num_chunks:,} in {files[0].file if len(files) == 1 else counted(len(files), 'file')}"
     if not summary.is_virtual:
         chunks += f", {format_size(sum(file.file_bytes or 0 for file in files))} on disk"
-    assets = f"{page.count(len(summary.assets), 'file')}, {format_size(sum(asset.nbytes for asset in summary.assets))}"
+    assets = f"{counted(len(summary.assets), 'file')}, {format_size(sum(asset.nbytes for asset in summary.assets))}"
     elems = count_text(summary.num_elems)
     rows = [
         ("format", summary.format),
@@ -166,7 +166,7 @@ def _holds(summary: Summary, names: str | None) -> list[tuple[str, str]]:
 
 def _mesh(summary: Summary) -> str | None:
     if summary.mesh is not None and summary.mesh_source is not None:
-        return f"{summary.mesh}, {page.count(summary.mesh.world_size, 'rank')}{_SOURCES[summary.mesh_source]}"
+        return f"{summary.mesh}, {counted(summary.mesh.world_size, 'rank')}{_SOURCES[summary.mesh_source]}"
     return None
 
 

@@ -111,7 +111,7 @@ def tending_page(pruned: PruneResult, command: str) -> page.Page:
     found = pruned.checkpoints
     fit = [each for each in found if each.state == "verified"]
     would = "would go" if pruned.dry_run else "removed"
-    title = f"{page.count(len(found), 'checkpoint')}, {format_size(sum(each.nbytes for each in found))} · "
+    title = f"{counted(len(found), 'checkpoint')}, {format_size(sum(each.nbytes for each in found))} · "
     title += f"last verified: {pruned.last_fit or 'none'} · "
     title += f"{would}: {len(pruned.removed):,}, {format_size(pruned.freed_bytes)}"
     table = _table(pruned, page.MAX_ROWS, whole=True)
@@ -125,7 +125,7 @@ def tending_page(pruned: PruneResult, command: str) -> page.Page:
     sections += page.notes_section("Not checked", pruned.not_checked)
     sections += page.notes_section("Notes", pruned.notes)
     verdict = "no bad one was found" if pruned.ok else "NOT ok"
-    verdict += f": {len(fit)} of {page.count(len(found), 'checkpoint')} verified and fit"
+    verdict += f": {len(fit)} of {counted(len(found), 'checkpoint')} verified and fit"
     left = len(fit) < len(found) or pruned.findings or pruned.not_checked or pruned.failed or pruned.notes
     return page.Page(command, pruned.path, sections, page.mood_of(ok=pruned.ok, left=left), verdict, titles=[title])
 

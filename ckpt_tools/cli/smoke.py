@@ -97,7 +97,7 @@ def smoke_page(report: SmokeReport) -> page.Page:
     """Return the page of a smoke run."""
     skipped = [phase for phase in report.phases if phase.ok is None]
     mood = page.mood_of(ok=report.ok, left=report.notes or skipped or report.findings)
-    facts = (report.model, f"{page.count(report.world_size, 'rank')} {report.mesh}", report.strategy, report.device)
+    facts = (report.model, f"{counted(report.world_size, 'rank')} {report.mesh}", report.strategy, report.device)
     titles, verdict = [" · ".join(facts)], describe_verdict(report)
     return page.Page("smoke", report.source, smoke_sections(report), mood, verdict, titles=titles)
 

@@ -126,10 +126,10 @@ def stats_page(result: Stats, source: str, against: str | None = None) -> page.P
         page.PageSection("What was measured", [page.FactList(facts)]),
         *page.identity_sections(result.identities),
     ]
-    verdict = ("ok" if result.ok else "NOT ok") + f": {page.count(len(result.tensors), 'tensor')}, "
-    verdict += f"{page.count(len(result.findings), 'finding')}" if result.findings else "nothing stands out"
+    verdict = ("ok" if result.ok else "NOT ok") + f": {counted(len(result.tensors), 'tensor')}, "
+    verdict += f"{counted(len(result.findings), 'finding')}" if result.findings else "nothing stands out"
     if result.not_checked:
-        verdict += f"; not checked: {page.count(len(result.not_checked), 'thing')}, listed below"
+        verdict += f"; not checked: {counted(len(result.not_checked), 'thing')}, listed below"
     mood = page.mood_of(ok=result.ok, left=result.findings or result.not_checked or result.notes)
     titles = page.identity_titles(result.identities, (source, f"against {against}"))
     return page.Page("stats", source, sections, mood, verdict, titles=titles)

@@ -132,7 +132,7 @@ def verify_page(result: Verification, source: str) -> page.Page:
     if causes := result.causes:
         groups = [(f"{c.code}: {c.what}", [result.findings[at] for at in c.findings[: page.MAX_ROWS]]) for c in causes]
         part = page.FindingList(groups, len(result.findings) - sum(len(found) for _, found in groups))
-        title = f"Findings: {page.count(len(result.findings), 'finding')} of {page.count(len(causes), 'cause')}"
+        title = f"Findings: {counted(len(result.findings), 'finding')} of {counted(len(causes), 'cause')}"
         sections.append(page.PageSection(title, [part]))
     sections += [
         *page.notes_section("Not checked", result.not_checked),
@@ -140,14 +140,14 @@ def verify_page(result: Verification, source: str) -> page.Page:
         *page.identity_sections(result.identities),
     ]
     warnings = len(result.findings) - len(result.errors)
-    others = f", {page.count(warnings, 'warning')}" if warnings else ""
+    others = f", {counted(warnings, 'warning')}" if warnings else ""
     verdict = f"ok at level {result.level}{others}"
     if not result.ok:
-        verdict = f"NOT ok: {page.count(len(result.errors), 'error')}{others}"
+        verdict = f"NOT ok: {counted(len(result.errors), 'error')}{others}"
     if result.not_read:
-        verdict += f"; not read: {page.count(len({each.file for each in result.not_read}), 'file')}"
+        verdict += f"; not read: {counted(len({each.file for each in result.not_read}), 'file')}"
     if result.not_checked:
-        verdict += f"; not checked: {page.count(len(result.not_checked), 'thing')}, listed below"
+        verdict += f"; not checked: {counted(len(result.not_checked), 'thing')}, listed below"
     mood = page.mood_of(
         ok=result.ok, left=result.not_checked or result.not_read or result.level == "structure" or warnings
     )
@@ -205,7 +205,7 @@ def _places(result: Verification) -> Iterator[page.PageSection]:
     if not by_file:
         title = f"Ranks with bytes not read: {len(unread):,} of {len(ranks):,}"
     else:
-        caption = f"{page.count(len(by_file), 'file')} with errors of {len(found):,}"
+        caption = f"{counted(len(by_file), 'file')} with errors of {len(found):,}"
         caption += "; errors that no single file explains are not here"
         worst = sorted(by_file.items(), key=lambda item: -len(item[1]))
         parts.append(page.PageTable.of(caption, "file, >rank, >errors, what", worst, cells))

@@ -28,7 +28,7 @@ from ckpt_tools.checks.values import packed_tensors
 from ckpt_tools.errors import PartError, UnreadableError, UsageError
 from ckpt_tools.models.config import CONFIG_NAME, MAX_CONFIG_BYTES, restate_dtype
 from ckpt_tools.models.output_names import AssetList, claim_of
-from ckpt_tools.results import Result
+from ckpt_tools.results import Result, as_json
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.locations import is_remote, local
 from ckpt_tools.storage.source import short_file
@@ -103,42 +103,23 @@ class Conversion(Result):
 
     def to_json(self) -> dict[str, object]:
         """Return it as JSON holds it."""
-        document: dict[str, object] = {
-            "source": self.source,
-            "destination": self.destination,
-            "num_tensors": self.num_tensors,
-        }
+        document = as_json(self, "source destination num_tensors")
         if self.dry_run:
-            document["plan"] = {
-                "files": [{"file": name, "nbytes": nbytes} for name, nbytes in self.files],
-                "bytes": self.bytes_written,
-                "peak_bytes": self.peak_rss_bytes,
-            }
+            files = [{"file": name, "nbytes": nbytes} for name, nbytes in self.files]
+            document["plan"] = {"files": files, **as_json(self, "bytes=bytes_written peak_bytes=peak_rss_bytes")}
         else:
+            document |= as_json(self, "bytes_read bytes_written")
             document |= {
-                "bytes_read": self.bytes_read,
-                "bytes_written": self.bytes_written,
                 "seconds": round(self.seconds, 3),
                 "throughput_bytes_per_s": round(self.throughput_bytes_per_s),
                 "peak_rss_bytes": self.peak_rss_bytes,
                 "files": [name for name, _ in self.files],
-                "verified": self.verified,
-                "checked": dict(self.checked),
+                **as_json(self, "verified checked"),
                 "values": counts_to_json(self.counts),
             }
         if self.part is not None:
-            document |= {
-                "part": {"index": self.part.index, "count": self.part.count},
-                "published": self.published,
-                "waiting_for": list(self.waiting_for),
-            }
-        return document | {
-            "architecture": self.architecture,
-            "identity": None if self.identity is None else self.identity.to_json(),
-            "notes": list(self.notes),
-            "warnings": list(self.warnings),
-            "not_checked": list(self.not_checked),
-        }
+            document |= as_json(self, "part published waiting_for")
+        return document | as_json(self, "architecture identity notes warnings not_checked")
 
 
 @dataclass(slots=True, kw_only=True)

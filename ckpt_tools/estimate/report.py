@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from ckpt_tools.estimate.case import Case, Margin
-from ckpt_tools.results import CheckedResult
+from ckpt_tools.results import CheckedResult, as_json, plain
 from ckpt_tools.units import format_size
 
 
@@ -80,21 +80,13 @@ class CaseEstimate:
     def to_json(self) -> dict[str, object]:
         """Return it as JSON holds it."""
         return {
-            "strategy": self.case.strategy,
+            **as_json(self.case, "strategy mesh label"),
             "mesh": str(self.case.mesh),
-            "label": self.case.label,
             "case": self.case.to_json(),
             "method": "formula" if self.tracked is None else "tracked",
-            "per_rank": self.per_rank.to_json(),
-            "formula": self.formula.to_json(),
-            "tracked": None if self.tracked is None else self.tracked.to_json(),
-            "timeline": [asdict(moment) for moment in self.per_rank.moments],
-            "difference": self.difference,
-            "why_not_tracked": self.why_not_tracked,
-            "margin": self.margin.to_json(),
-            "needed": self.needed,
-            "fits": self.fits,
-            "doubt": self.doubt,
+            **as_json(self, "per_rank formula tracked"),
+            "timeline": plain(self.per_rank.moments),
+            **as_json(self, "difference why_not_tracked margin needed fits doubt"),
         }
 
 
@@ -178,16 +170,5 @@ class Estimate(CheckedResult):
 
     def to_json(self) -> dict[str, object]:
         """Return the JSON document (without the schema version)."""
-        return {
-            "model": self.model,
-            "params": self.params,
-            "per_rank": self.per_rank.to_json(),
-            "strategies": [case.to_json() for case in self.cases],
-            "gpu_memory": self.gpu_memory,
-            "fits": self.fits,
-            "advice": None if self.advice is None else self.advice.to_json(),
-            "proposals": [proposal.to_json() for proposal in self.proposals],
-            "notes": list(self.notes),
-            "seconds": round(self.seconds, 3),
-            "peak_rss_bytes": self.peak_rss_bytes,
-        }
+        document = as_json(self, "model params per_rank strategies=cases gpu_memory fits advice proposals notes")
+        return document | {"seconds": round(self.seconds, 3), "peak_rss_bytes": self.peak_rss_bytes}

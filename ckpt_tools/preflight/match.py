@@ -28,6 +28,7 @@ from ckpt_tools.preflight.model_comparison import Comparison, ModelQuestion, Mod
 from ckpt_tools.preflight.model_facts import read_facts
 from ckpt_tools.preflight.names_match import check_names, group_names, is_native_titan
 from ckpt_tools.preflight.spec import ParallelSpec, shard_mesh
+from ckpt_tools.results import as_json
 from ckpt_tools.sandbox.child import Child
 from ckpt_tools.storage.locations import absolute, is_directory, is_file, open_source
 from ckpt_tools.text import counted, escape_name
@@ -66,19 +67,10 @@ class CheckpointMatch:
 
     def to_json(self) -> dict[str, object]:
         """Return it for the JSON document."""
-        return {
-            "path": self.path,
-            "ok": self.ok,
-            "mesh": self.mesh,
-            "num_matched": None if self.comparison is None else len(self.comparison.found),
-            "reads": {
-                "max_files": max(one.num_files for one in self.reads),
-                "max_read_bytes": max(one.read_bytes for one in self.reads),
-                "max_needed_bytes": max(one.needed_bytes for one in self.reads),
-            }
-            if self.reads
-            else None,
-        }
+        found = None if self.comparison is None else len(self.comparison.found)
+        sizes = {"max_files": "num_files", "max_read_bytes": "read_bytes", "max_needed_bytes": "needed_bytes"}
+        most = {key: max((getattr(one, name) for one in self.reads), default=0) for key, name in sizes.items()}
+        return as_json(self, "path ok mesh") | {"num_matched": found, "reads": most if self.reads else None}
 
 
 def check_checkpoint(

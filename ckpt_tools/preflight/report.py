@@ -13,7 +13,7 @@ from ckpt_tools.preflight.match import CheckpointMatch
 from ckpt_tools.preflight.places import ConfigLocation
 from ckpt_tools.preflight.smoke import SmokeReport
 from ckpt_tools.preflight.spec import ParallelSpec
-from ckpt_tools.results import CheckedResult
+from ckpt_tools.results import CheckedResult, as_json, plain
 from ckpt_tools.text import counted, escape_name
 
 if TYPE_CHECKING:
@@ -92,21 +92,12 @@ class PreflightReport(CheckedResult):
     def to_json(self) -> dict[str, object]:
         """Return the JSON document (without the schema version)."""
         return {
-            "ok": self.ok,
-            "config": self.config,
-            "framework": self.framework,
-            "mesh": self.mesh,
-            "options": None if self.options is None else self.options.to_json(),
+            **as_json(self, "ok config framework mesh options"),
             "spec": None if self.spec is None else _spec_json(self.spec),
-            "checks": [asdict(check) for check in self.checks],
+            "checks": plain(self.checks),
             "findings": [self._finding_json(finding) for finding in self.findings],
             "ignored": [self._finding_json(finding) for finding in self.ignored],
-            "estimate": None if self.estimate is None else self.estimate.to_json(),
-            "verify": None if self.verify is None else self.verify.to_json(),
-            "checkpoint": None if self.checkpoint is None else self.checkpoint.to_json(),
-            "smoke": None if self.smoke is None else self.smoke.to_json(),
-            "not_checked": list(self.not_checked),
-            "notes": list(self.notes),
+            **as_json(self, "estimate verify checkpoint smoke not_checked notes"),
         }
 
     def _finding_json(self, finding: Finding) -> dict[str, object]:
@@ -115,13 +106,8 @@ class PreflightReport(CheckedResult):
 
 
 def _spec_json(spec: ParallelSpec) -> dict[str, object]:
-    document = {name: getattr(spec, name) for name in spec.__slots__}
-    document["mesh"] = None if spec.mesh is None else dict(spec.mesh.axes)
-    document["adapter"] = None if spec.adapter is None else asdict(spec.adapter)
-    return {
-        name: dict(value) if isinstance(value, Mapping) else list(value) if isinstance(value, tuple) else value
-        for name, value in document.items()
-    }
+    mesh = None if spec.mesh is None else dict(spec.mesh.axes)
+    return as_json(spec, " ".join(spec.__slots__)) | {"mesh": mesh}
 
 
 def describe_spec(spec: ParallelSpec) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ckpt_tools.checkpoint.dtypes import DType
+from ckpt_tools.results import as_json
 from ckpt_tools.transfer.threads import make_room_for_numpy
 
 _PIECE_BYTES = 4 << 20  # What is looked at together: temporary memory is twice as much
@@ -53,14 +54,8 @@ class Counts:
 
 def counts_to_json(counts: Mapping[str, Counts]) -> dict[str, int]:
     """Return what all tensors together are like, for JSON documents."""
-    total = sum(counts.values(), Counts())
-    return {
-        "tensors": len(counts),
-        "elements": total.num_elems,
-        "nan": total.num_nan,
-        "inf": total.num_inf,
-        "zero": total.num_zero,
-    }
+    total = as_json(sum(counts.values(), Counts()), "elements=num_elems nan=num_nan inf=num_inf zero=num_zero")
+    return {"tensors": len(counts), **total}
 
 
 class _BitPattern(NamedTuple):

@@ -26,7 +26,7 @@ from ckpt_tools.checkpoint.formats._pickle_names import VERDICTS, Span, Verdict,
 from ckpt_tools.checkpoint.formats.opening import Opened, open_path
 from ckpt_tools.checkpoint.formats.step import passed_over
 from ckpt_tools.errors import CkptError
-from ckpt_tools.results import CheckedResult
+from ckpt_tools.results import CheckedResult, as_json
 from ckpt_tools.storage.locations import is_remote, open_place, open_source
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import counted, first_few
@@ -121,16 +121,12 @@ class Scan(CheckedResult):
 
     def to_json(self) -> dict[str, object]:
         """Return it as JSON holds it."""
-        return {
-            "ok": self.ok,
-            "verdict": self.verdict,
-            "files": self.num_files,
-            "executables": [
-                asdict(each) | {"names": [{"name": name, "verdict": verdict} for name, verdict in each.names]}
-                for each in self.executables
-            ],
-            "not_read": [each._asdict() for each in self.not_read],
-        }
+        rows = [
+            asdict(each) | {"names": [{"name": name, "verdict": verdict} for name, verdict in each.names]}
+            for each in self.executables
+        ]
+        not_read = [each._asdict() for each in self.not_read]
+        return as_json(self, "ok verdict files=num_files") | {"executables": rows, "not_read": not_read}
 
 
 class _Stretch(NamedTuple):

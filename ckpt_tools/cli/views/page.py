@@ -245,11 +245,6 @@ class Page(NamedTuple):
         return sorted(groups, key=lambda group: SEVERITIES[group[1][0].severity])
 
 
-def count(number: int, noun: str) -> str:
-    """Return "1 error", "2 errors"."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
-
-
 def mood_of(*, ok: bool, left: object) -> Mood:
     """Return how a verdict is shown, given what was `left` unchecked."""
     return "bad" if not ok else "partly" if left else "good"

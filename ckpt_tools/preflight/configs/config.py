@@ -11,6 +11,7 @@ from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.places import ConfigLocation
 from ckpt_tools.preflight.plain_values import find_value
 from ckpt_tools.preflight.spec import ParallelSpec
+from ckpt_tools.results import as_json
 from ckpt_tools.text import escape_name, first_few
 
 _MAX_SHOWN = 6
@@ -60,13 +61,7 @@ class Options:
 
     def to_json(self) -> dict[str, object]:
         """Return the part of the report."""
-        return {
-            "read": self.read,
-            "understood": self.understood,
-            "passed_over": self.passed_over,
-            "unknown": list(self.unknown),
-            "unread": [*self.unread, *self.words],
-        }
+        return as_json(self, "read understood passed_over unknown") | {"unread": [*self.unread, *self.words]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
