@@ -174,7 +174,7 @@ class Dcp(Format):
             single_names=parsed.single_names if manifest is None else 0,
             flattened=parsed.flattened,
             lost=tuple(sorted(used - files.keys(), key=natural_key)),
-            complete="" if used - files.keys() else f"no file of {METADATA_NAME} is missing: {len(used):,}",
+            complete="" if used - files.keys() else f"every file that {METADATA_NAME} names is there",
         )
 
     def heads(self, entry: TensorEntry) -> Iterable[tuple[str, int, int]]:
