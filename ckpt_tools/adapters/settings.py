@@ -246,7 +246,7 @@ def _number(value: object, name: str) -> float:
             return float(value)
     except OverflowError:  # a whole number beyond every float
         pass
-    raise UnreadableError(f"{name} must be a number, got {value!s}")
+    raise UnreadableError(f"{name} must be a number, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -405,8 +405,8 @@ def test_adapter_that_contradicts_itself_is_refused(tmp_path, tensors, what):
     [
         (b"[]", "adapter_config.json is not a JSON object"),
         (b"{", "adapter_config.json is not valid JSON"),
-        (b'{"lora_alpha": "16"}', "lora_alpha is 16, not a number"),
-        (b'{"lora_alpha": true}', "lora_alpha is True, not a number"),
+        (b'{"lora_alpha": "16"}', "lora_alpha must be a number, got '16'"),
+        (b'{"lora_alpha": true}', "lora_alpha must be a number, got True"),
         (b'{"use_rslora": 1, "lora_alpha": 4}', "use_rslora must be true or false, got 1"),
         (b'{"alpha_pattern": [], "lora_alpha": 4, "r": -1}', None),
         (b'{"alpha_pattern": ["x"], "lora_alpha": 4}', "alpha_pattern is not a JSON object"),

@@ -179,7 +179,7 @@ def broken(path: Path) -> Iterator[tuple[str, Path, str]]:
     """Yield (case, base, what is said) of what cannot be converted."""
     (path / "bare").mkdir()
     (path / "bare" / "model.safetensors").write_bytes((path / "base" / "model.safetensors").read_bytes())
-    yield "no config", path / "bare", "no map"
+    yield "no config", path / "bare", "cannot map them"
     for case, fields, what in (
         ("another model", {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "type gpt2"),
         ("other heads", {"num_attention_heads": 3}, "rows"),
@@ -213,7 +213,7 @@ def test_half_a_pair_and_experts_that_share_one_lora_are_refused(tmp_path: Path)
     save_dcp({name: tensor for name, tensor in run.saved.items() if name != first}, tmp_path / "half")
     shared = {re.sub("mlp.linear", "mlp.experts.linear", name): tensor for name, tensor in run.saved.items()}
     save_dcp(shared, tmp_path / "experts")
-    for source, what in (("half", "B alone"), ("experts", "no map")):
+    for source, what in (("half", "has only B"), ("experts", "cannot map them")):
         with pytest.raises(UsageError, match=what):
             api.export_lora(tmp_path / source, tmp_path / "out", alpha=6, base=tmp_path / "base")
 

@@ -413,7 +413,7 @@ def test_uneven_cut_is_refused_or_left_out_with_a_note(model: Path, tmp_path: Pa
     assert "norm.weight" in error["what"]
     assert "--tp-uneven replicate" in error["hint"]
     (note,) = ckpt_json(*argv, "--tp-uneven", "replicate")["notes"]
-    assert note == "whole on tp, which does not divide them (--tp-uneven replicate): model.layers.0.norm.weight"
+    assert note == "replicated on tp, which does not divide them (--tp-uneven replicate): model.layers.0.norm.weight"
     tensors = {one["fqn"]: one for one in ckpt_json("inspect", tmp_path / "run", "--tensors")["tensors"]}
     assert len(tensors[UP]["chunks"]) == 4
     assert len(tensors["model.layers.0.norm.weight"]["chunks"]) == 2
@@ -677,7 +677,7 @@ def test_like_restores_names_files_and_dtypes(run: Path, tmp_path: Path, ckpt_js
     ("change", "word"),
     [
         (lambda t: t.pop("model.step"), "does not have"),
-        (lambda t: t.update(ghost=tensor("F32", 2)), "lacks"),
+        (lambda t: t.update(ghost=tensor("F32", 2)), "does not have"),
         (lambda t: t.update({UP: tensor("BF16", 8, 16)}), "the reference has"),
         (lambda t: t.update({UP: tensor("I16", 16, 8)}), "the reference has"),
     ],

@@ -186,7 +186,7 @@ def test_adapter_whose_model_is_not_here_is_not_known_and_says_what_is_needed(tm
     monkeypatch.chdir(lora)  # where "base" leads nowhere
     assert main(["inspect", "."]) == 0
     lines = capsys.readouterr().out.splitlines()[-2:]
-    assert lines[0].split("  ")[1:] == ["will its loader take it? (--base DIR: in its model?)", "ckpt check-lora ."]
+    assert lines[0].split("  ")[1:] == ["check it (with --base DIR: against its model)", "ckpt check-lora ."]
     assert main(["check-lora", "."]) == 3
     assert "not known: nothing is wrong in what was checked" in capsys.readouterr().out
     assert main(["check-lora", ".", "--base", str(tmp_path / "base")]) == 0
@@ -198,5 +198,5 @@ def test_files_of_two_steps_stand_out_and_nothing_is_made_of_them(tmp_path, caps
     assert main(["inspect", str(step)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("of several steps: step 3: scheduler.pt; step 9: trainer_state.json")
-    assert lines[-2:] == ["next", f"  what is wrong with it  ckpt verify {step}"]
+    assert lines[-2:] == ["next", f"  find what is wrong  ckpt verify {step}"]
     assert main(["verify", str(step)]) == 3

@@ -68,7 +68,7 @@ def test_render_four_ranks_shows_header_ranks_modules_blobs(model: Checkpoint) -
         dtypes    BF16 6.09 KiB, F32 2.06 KiB
         mesh      dp_shard=4, 4 ranks (inferred from the chunks)
         blobs     1 (not tensors, never unpickled): 1 tensor, 8 B
-        ranks     4 wrote, fullest rank ÷ mean 1.00
+        ranks     4, fullest rank ÷ mean 1.00
 
         modules
           module                      tensors  elements     bytes  share
@@ -141,7 +141,7 @@ def test_render_above_32_ranks_folds_equal_ranks(model: Checkpoint) -> None:
     drawn = _drawn(_sharded(model, Mesh((("dp_shard", 64),))), by="rank")
     assert drawn[drawn.index("ranks: ") :] == _text(
         """
-        ranks: 64 wrote, fullest rank ÷ mean 1.30
+        ranks: 64, fullest rank ÷ mean 1.30
           min 96 B, median 128 B, max 170 B per rank
           ranks  count  bytes each                   chunks each
           0-15      16       170 B  ████  high +30%            8
@@ -173,7 +173,7 @@ def test_render_uneven_ranks_are_flagged_in_words() -> None:
     drawn = _drawn(Checkpoint(root="r", format="dcp", tensors=(tensor,)), by="rank")
     assert drawn.partition("ranks: ")[2] == _text(
         """
-        2 wrote, fullest rank ÷ mean 1.50
+        2, fullest rank ÷ mean 1.50
           rank  bytes                   chunks  files
              0    6 B  ████  high +50%       1  __0_0.distcp
              1    2 B  ░░░░  low -50%        1  __1_0.distcp

@@ -98,7 +98,7 @@ def test_ep_inside_fsdp_cuts_the_rest_as_if_there_were_no_ep(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("mesh", "more", "what"),
     [
-        ("dp_shard=2,ep=2", ("--set", "**=ep:F,dp_shard:R"), "and dp_shard does not cut it"),
+        ("dp_shard=2,ep=2", ("--set", "**=ep:F,dp_shard:R"), "but dp_shard does not cut it"),
         ("dp_shard=2,ep=2", ("--set", "lm_head.weight=ep:F", "--engine", "dtensor"), "dtensor does not write F"),
         ("dp_shard=3,ep=3", ("--set", "lm_head.weight=ep:F,dp_shard:S(1)"), "divisible by dp_shard×ep=9"),
     ],

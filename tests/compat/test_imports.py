@@ -109,8 +109,8 @@ for name in ("", *commands.COMMANDS):
 print(json.dumps(found), file=sys.stderr)
 """
 LIGHT = re.compile(
-    r"ckpt_tools(\.(_version|errors|text|units|cli(\.(app|build|commands|output|streams))?|options(\.\w+)?|signals"
-    r"|checkpoint|checkpoint\.(identity|layout)))?"
+    r"ckpt_tools(\.(_version|errors|text|units|cli(\.(app|build|commands|help_text|output|streams))?|options(\.\w+)?|results|signals"
+    r"|checkpoint|checkpoint\.(dtypes|identity|layout)))?"
 )
 """What --help may import of ckpt: neither an engine, nor what opens, reads or reaches anything."""
 

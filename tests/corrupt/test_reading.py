@@ -85,7 +85,7 @@ def test_missing_file_is_one_line_of_text(run16: Path, capsys) -> None:
     assert main(["verify", str(run16)]) == 3
     out, err = capsys.readouterr()
     (line,) = (line for line in out.splitlines() if line.startswith("error:"))
-    assert line.startswith("error: missing-file: __12_0.distcp, 22 of 22 tensors, ")
+    assert line.startswith("error: missing-file: __12_0.distcp, in 22 of 22 tensors, ")
     assert line.endswith("KiB: its file is missing")
     assert "not read: 1 file" in err
     assert "missing-file (__12_0.distcp)" in err
@@ -100,7 +100,7 @@ def test_unread_ranks_are_drawn_as_unread(run16: Path, tmp_path: Path) -> None:
     page = (tmp_path / "page.html").read_text()
     assert "Ranks with errors: 2 of 16" in page
     assert page.count('class="unread') >= 2
-    assert "missing-file: __12_0.distcp, 22 of 22 tensors" in page
+    assert "missing-file: __12_0.distcp, in 22 of 22 tensors" in page
 
 
 def test_structure_reads_headers_only_and_says_so(run16: Path, capsys) -> None:

@@ -23,7 +23,7 @@ def calibrate():
 
 @pytest.fixture(scope="module")
 def table(calibrate):
-    lines = calibrate.PAGE.read_text(encoding="utf-8").splitlines()
+    lines = calibrate.PAGE.read_text(encoding="utf-8").partition("\n## What is assumed")[0].splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.count("|") == 8]
     return {row[0]: row for row in cells[2:]}
 

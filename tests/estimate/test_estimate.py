@@ -117,7 +117,7 @@ def test_figures_alone_are_answered_by_the_formula_and_said_so(capsys):
     assert "fits in 80 GB" in shown
     *lines, last = (line for line in shown.splitlines() if "dp_" in line)
     assert re.fullmatch(
-        r"recommended: shard_grad_op on dp_shard=8: peak [\d.]+ GB and margin [\d.]+ GB of 80 GB; .*", last
+        r"recommended: shard_grad_op on dp_shard=8: peak [\d.]+ GiB and margin [\d.]+ GiB of 74.5 GiB; .*", last
     )
     rows = [line.split() for line in lines]
     assert len(rows) == 8

@@ -149,10 +149,10 @@ def test_shapes_that_ranks_have_cut_are_a_part_and_resized_ones_are_named(model,
     head = "model.embed_tokens.weight"
     rewrite(model, lambda state: state.update({head: state[head][:32].clone(), "lm_head.weight": state[head][:32] + 1}))
     assert main(["shard", str(model), str(tmp_path / "run"), "--mesh", "dp_shard=2"]) == 4
-    assert "has 32 rows, config.json says vocab_size 64" in capsys.readouterr().err
+    assert "has 32 rows, but config.json has vocab_size 64" in capsys.readouterr().err
     rewrite(model, lambda state: state.update({head: torch.ones(70, 32), "lm_head.weight": torch.ones(70, 32)}))
     assert main(["shard", str(model), str(tmp_path / "run"), "--mesh", "dp_shard=2"]) == 0
-    assert "70 rows, config.json says vocab_size 64" in capsys.readouterr().err
+    assert "70 rows, but config.json has vocab_size 64" in capsys.readouterr().err
 
 
 def test_index_that_forgets_a_file_is_part_of_a_model(model, tmp_path, capsys):

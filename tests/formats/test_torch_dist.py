@@ -225,7 +225,7 @@ def test_settings_that_config_json_contradicts_are_said_and_others_are_not(sampl
         ("model:\n  layernorm_zero_centered_gamma: true\n", "trained with layernorm_zero_centered_gamma"),
         ("model:\n  num_attention_heads: 4\n  num_query_groups: 4\n", "num_key_value_heads is 2"),
         ("model:\n  _target_: x.LlamaModelProvider\n  num_attention_heads: 4\n  num_query_groups: 2\n", None),
-        ("model: !!python/object/new:os.system [x]\n", "config.json was believed"),
+        ("model: !!python/object/new:os.system [x]\n", "config.json was trusted"),
     ],
 )
 def test_settings_of_megatron_bridge_are_held_against_config_json(text: str, what, sample, tmp_path) -> None:

@@ -99,7 +99,7 @@ def test_gather_takes_the_model_out_of_a_trainers_file_and_says_what_it_left(tmp
     assert main(["gather", str(tmp_path / "last.ckpt"), str(tmp_path / "out")]) == 0
     told = capsys.readouterr().err
     assert read(tmp_path / "out") == flat(model)
-    for part in ("args (argparse.Namespace with 1 tensors)", "epoch", "optimizer state", "'state_dict.'"):
+    for part in ("args (argparse.Namespace with 1 tensor)", "epoch", "optimizer state", "'state_dict.'"):
         assert part in told
 
 
@@ -179,7 +179,7 @@ def test_stream_has_no_checksums_and_verify_says_so(tmp_path: Path) -> None:
     torch.save({"w": torch.arange(50.0)}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
     result = api.verify(tmp_path / "x.pt")
     assert result.ok
-    assert any("1 of 1 chunks" in text for text in result.not_checked)
+    assert any("1 of 1 chunk" in text for text in result.not_checked)
 
 
 # What is not read

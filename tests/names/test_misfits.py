@@ -37,12 +37,12 @@ NESTED = {
     ("config", "shapes", "found"),
     [
         (LLAMA, {}, []),
-        (LLAMA, RESIZED, ["model.embed_tokens.weight has 32003 rows, config.json says vocab_size 32000"]),
+        (LLAMA, RESIZED, ["model.embed_tokens.weight has 32003 rows, but config.json has vocab_size 32000"]),
         (LLAMA, {"_orig_mod.model.embed_tokens.weight": (9, 64)}, ["_orig_mod.model.embed_tokens.weight has 9 rows"]),
         (LLAMA, {"model.layers.0.mlp.gate_proj.weight": (100, 64)}, ["model.layers.0.mlp.gate_proj.weight has 100"]),
         (LLAMA, {"model.layers.1.mlp.gate_proj.weight": (192, 64)}, []),  # layers of two widths
         (NESTED, {}, []),
-        (NESTED, RESIZED, ["model.embed_tokens.weight has 32003 rows, config.json says vocab_size 32000"]),
+        (NESTED, RESIZED, ["model.embed_tokens.weight has 32003 rows, but config.json has vocab_size 32000"]),
         (NESTED | {"text_config": {"model_type": "llama"}}, RESIZED, []),  # its class's defaults
         ({**LLAMA, "auto_map": {}, "architectures": ["OwnForCausalLM"]}, RESIZED, []),
         ({**LLAMA, "pad_vocab_size_multiple": 8}, RESIZED, []),

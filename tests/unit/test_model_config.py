@@ -176,7 +176,7 @@ def test_config_is_read_alike_by_whoever_asks(tmp_path: Path) -> None:
     ("text", "words"),
     [
         (b"{", "config.json is not valid JSON"),
-        (b"[" * 99999, "nested too deeply"),
+        (b"[" * 99999, "nested too deep"),
         (b'{"a": 1, "a": 2}', "a key occurs twice"),
         (b"\xff{}", "config.json is not UTF-8 text"),
         (b"[]", "config.json is not a JSON object"),

@@ -356,7 +356,7 @@ def test_place_tensors_rule_without_a_match_is_refused_with_the_nearest_names():
     ("entry", "mesh", "rules", "what", "hint"),
     [
         *(
-            ((4, 4), FSDP, (rule,), "needs the axis tp, and the mesh dp_shard=4 has none", "")
+            ((4, 4), FSDP, (rule,), "needs the axis tp, which the mesh dp_shard=4 does not have", "")
             for rule in ("a=tp:S(0)", "a=tp:R", Rule(match="a", style="rowwise"))
         ),
         *((dims, FSDP_TP, ("a=tp:S(1)",), r"tp:S\(1\) cannot cut tensor 'a' .* no dim 1", "") for dims in ((), (4,))),

@@ -103,8 +103,8 @@ def test_value_of_another_type_is_refused(change, value):
 
 
 def test_what_no_json_holds_does_not_cross():
-    with pytest.raises(TypeError, match="a complex does not cross"):
+    with pytest.raises(TypeError, match="a complex cannot be sent"):
         wire.dumps({"a": 1j})
     value: Any = Outer(anything=object())
-    with pytest.raises(TypeError, match="object does not cross"):
+    with pytest.raises(TypeError, match="object cannot be sent"):
         wire.dumps(value)

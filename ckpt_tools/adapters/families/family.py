@@ -74,7 +74,7 @@ class Setting:
         """Return a setting that is a number; errors as `bool_of`."""
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UsageError(f"{name} must be a number, got {value!s}")
+            raise UsageError(f"{name} must be a number, got {value!r}")
         return float(value)
 
     def _value(self, name: str, default: object) -> object:
