@@ -38,7 +38,7 @@ from ckpt_tools.hub.training import ai_toolkit_config, value_at
 from ckpt_tools.options import Doc, default_num_workers, takes
 from ckpt_tools.options.hub import PushFields
 from ckpt_tools.storage.locations import is_remote, likely
-from ckpt_tools.storage.remote.account import find_pusher
+from ckpt_tools.storage.remote.account import find_account, find_pusher, is_offline
 from ckpt_tools.storage.remote.server_checks import RefusalError
 from ckpt_tools.storage.run_leases import leased
 from ckpt_tools.storage.source import LocalSource, Source
@@ -411,7 +411,8 @@ class Push:
             raise UsageError("a pull request needs revision main", hint="leave out --revision or --create-pr")
         self._asked.check()
         start = time.monotonic()
-        account = find_pusher(endpoint=options.endpoint, token=options.token)
+        account = (find_account if options.dry_run else find_pusher)(endpoint=options.endpoint, token=options.token)
+        self._is_alone = options.dry_run and (is_offline() or not account.token)
         with quiet_client(account.token, self._log, bars=options.bars), LocalSource(self._directory) as source:
             self._source = source
             wanted = {"include": options.include, "exclude": options.exclude}
@@ -428,7 +429,7 @@ class Push:
             refuse_secrets(source, made, account.token)
             self._plan()
             self._validate_card()
-            created = not self._remote.exists
+            created = not self._remote.exists and not self._is_alone
             done: Committed | None = None
             findings: tuple[Finding, ...] = ()
             num_checked = checked_bytes = 0
@@ -461,12 +462,15 @@ class Push:
 
     def _find_remote(self) -> None:
         hub = self._hub
-        self._remote = hub.snapshot()
+        if self._is_alone:
+            why = "offline mode is on" if is_offline() else "there is no token (hf auth login, or set HF_TOKEN)"
+            self._notes.append(f"not compared with the hub, and the card not validated by it: {why}")
+        self._remote = Remote(exists=False, files={}) if self._is_alone else hub.snapshot()
         if self._remote.exists and self._options.private and self._remote.private is False:
             what = f"--private was given, but {hub.repo} is public; nothing was uploaded"
             hint = "make it private on the hub, choose another name, or leave --private out"
             raise HubError(what, where=hub.where, hint=hint)
-        if not self._remote.exists and hub.revision != "main":
+        if not self._remote.exists and hub.revision != "main" and not self._is_alone:
             what = f"{hub.repo} does not exist, so it has no revision {hub.revision!r}"
             raise HubError(what, where=hub.where, hint="push to main first")
 
@@ -526,7 +530,7 @@ class Push:
         """Let the hub judge the card before anything is sent: by itself it does so after the upload."""
         card = self._local.get(CARD_NAME)
         is_sent = any(plan.path == CARD_NAME and plan.is_sent for plan in self._planned)
-        if card is not None and is_sent and card.nbytes <= MAX_CARD_BYTES:
+        if card is not None and is_sent and card.nbytes <= MAX_CARD_BYTES and not self._is_alone:
             self._hub.validate_card(card.read(self._source, 0, card.nbytes).decode("utf-8"))
 
     def _plan(self) -> None:

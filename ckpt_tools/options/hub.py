@@ -105,7 +105,7 @@ class PushFields:
     )
     endpoint: Endpoint = None
     dry_run: Annotated[
-        bool, Option("Print the plan, compared with the hub (needs a token); upload nothing.", short="-n")
+        bool, Option("Print the plan, compared with the hub if there is a token; upload nothing.", short="-n")
     ] = False
     num_workers: common.NumWorkers = None
     progress: common.Progress = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -582,6 +583,19 @@ def test_push_process_finds_token_and_endpoint(hub: Hub, push_process, model: Pa
 
 PROXIES = dict.fromkeys(("ALL_PROXY", "all_proxy", "HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy"))
 BY_PROXY: dict[str, str | None] = PROXIES | {"NO_PROXY": None, "no_proxy": None}
+
+
+@pytest.mark.parametrize(("changes", "why"), [({"HF_TOKEN": None}, "no token"), ({"HF_HUB_OFFLINE": "1"}, "offline")])
+def test_dry_run_that_cannot_ask_the_hub_shows_what_is_here_and_says_so(hub: Hub, push_process, model, changes, why):
+    done = push_process(model, "me/model", "-n", "--private", "--license", "apache-2.0", "--json", **changes)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert {*states(document).values()} == {"new"}
+    assert "README.md" in states(document)
+    assert (document["created"], document["private"], document["commit"]) == (False, True, None)
+    assert any(text.startswith("not compared with the hub") and why in text for text in document["notes"])
+    assert hub.requests == []
+    assert push_process(model, "no name", "-n", **changes).returncode == 2
 
 
 @pytest.mark.full
