@@ -63,7 +63,7 @@ class _Stream:
             os.close(nowhere)
 
 
-class _Result(_Stream):
+class _ResultStream(_Stream):
     """stdout."""
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -84,7 +84,7 @@ class _Result(_Stream):
 def guarded_streams() -> Iterator[None]:
     """Print through streams that may fail, as this module says."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _Result(sys.stdout), _Stream(sys.stderr)
+    sys.stdout, sys.stderr = _ResultStream(sys.stdout), _Stream(sys.stderr)
     try:
         yield
     finally:
