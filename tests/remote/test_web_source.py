@@ -134,13 +134,13 @@ def test_adapter_on_a_web_server_is_refused(run) -> None:
 @pytest.mark.parametrize(
     ("begins", "leads", "code", "says"),
     [
-        ("public.example", "inner.example", 1, "private network address (inner.example, which is 127.0.0.1)"),
+        ("public.example", "inner.example", 1, "private or local address (inner.example, which is 127.0.0.1)"),
         ("public.example", "xn--nner-0pa.example", 1, "private network"),
         (
             "public.example",
             "metadata.example",
             1,
-            "private network address (metadata.example, which is 169.254.169.254)",
+            "private or local address (metadata.example, which is 169.254.169.254)",
         ),
         ("public.example", "cdn.example", 0, ""),
         ("inner.example", "127.0.0.1", 0, ""),  # who names an inner host himself may be led within

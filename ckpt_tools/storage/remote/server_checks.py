@@ -68,7 +68,7 @@ def _refuse_inside(address: str, host: str, *, began_inside: bool) -> None:
     inside = _is_inside(address)
     if inside == "link" or (inside and not began_inside):
         named = host if host == address else f"{host}, which is {address}"
-        what = f"a redirect to a private network address ({named}), which is not followed"
+        what = f"a redirect to a private or local address ({named}), which is not followed"
         raise RefusalError(None, what, is_lasting=True)
 
 
