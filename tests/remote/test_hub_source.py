@@ -260,9 +260,9 @@ def rows(*paths: str) -> bytes:
     ("pages", "code", "says"),
     [
         ({FILE: moved("file:///etc/passwd")}, 1, "not followed"),
-        ({FILE: moved("http://169.254.169.254/latest/meta-data")}, 1, "private network address"),
-        ({FILE: moved("http://2852039166/latest")}, 1, "private network address"),
-        ({FILE: moved("http://[::ffff:169.254.169.254]/")}, 1, "private network address"),
+        ({FILE: moved("http://169.254.169.254/latest/meta-data")}, 1, "private or local address"),
+        ({FILE: moved("http://2852039166/latest")}, 1, "private or local address"),
+        ({FILE: moved("http://[::ffff:169.254.169.254]/")}, 1, "private or local address"),
         ({FILE: moved("http://user:word@localhost/")}, 1, "not followed"),
         ({FILE: moved("")}, 1, "not followed"),
         ({FILE: moved(FILE)}, 1, "5 redirects"),
