@@ -131,7 +131,7 @@ def stopped(error: Exception, title: str, where: str) -> UsageError | None:
     if isinstance(error, MemoryError) or "can't allocate memory" in text or "bad_alloc" in text:
         return UsageError(f"building a {title} needs more memory than allowed: {text or 'MemoryError'}", where=where)
     if isinstance(error, OSError) or "Permission denied" in text:
-        what = f"building a {title} from the config needs files or hosts, which ckpt refuses: {text}"
+        what = f"building a {title} from its config needs files or hosts, which ckpt refuses: {text}"
         return RefusedConfigError(what, where=where, hint=HINT)
     return None
 

@@ -169,6 +169,8 @@ class Child(Generic[A]):
         self._end()
         try:
             return read_answer(self.directory, self.answer)
+        except CkptError:
+            raise  # the child's own, which may be a FileNotFoundError too
         except FileNotFoundError:
             returncode = self._process.returncode
             what, hint = describe_end(returncode, self.relief)

@@ -99,7 +99,7 @@ def test_failure_on_one_rank_fails_all_and_leaves_the_destination(tmp_path):
     # The one that failed says its own error, the other who it was.
     assert both[0]["state"] == ("CkptError", "OSError: the disk of this rank is gone; at: rank 1")
     assert both[1]["state"] == ("OSError", "the disk of this rank is gone")
-    assert both[0]["load"][0] == "UnreadableError"
+    assert both[0]["load"][0] == "MissingError"
     assert "rank 1" in both[0]["load"][1]
     assert api.verify(out / "good").ok
     assert "more" in {entry.fqn for entry in api.open_checkpoint(out / "good").tensors}

@@ -140,7 +140,7 @@ def _rules(out: Path) -> Path:
     return out / "rules.yaml"
 
 
-@pytest.mark.parametrize("name", params((name,) for name in calls(Path(), Path(), Place)))
+@pytest.mark.parametrize("name", params(((name,) for name in calls(Path(), Path(), Place)), pytest.mark.zoo))
 def test_paths_are_taken_as_they_come(name: str, world: Path, tmp_path: Path) -> None:
     assert calls(world, tmp_path, Place)[name]()
 

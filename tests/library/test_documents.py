@@ -146,7 +146,7 @@ SAME: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("line", params((line,) for line in SAME))
+@pytest.mark.parametrize("line", params(((line,) for line in SAME), pytest.mark.zoo))
 def test_to_dict_is_the_document_and_truth_the_exit_code(line: str, shown: Shown, tmp_path: Path) -> None:
     code, document = shown(line)
     result = SAME[line](tmp_path)

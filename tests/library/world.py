@@ -39,9 +39,10 @@ interval = 500
 _RUNS_A_MODEL = re.compile(r"(estimate|smoke)( model .*)?$|preflight .*--no-smoke")
 
 
-def params(rows: Iterable[tuple[Any, ...]]) -> list[Any]:
+def params(rows: Iterable[tuple[Any, ...]], *more: Any) -> list[Any]:
     """Rows that end in a command line, or in a function's name, as parameters; a model runs in the full tier alone."""
-    return [pytest.param(*row, marks=pytest.mark.full if _RUNS_A_MODEL.match(row[-1]) else ()) for row in rows]
+    marks = [pytest.mark.full, *more]
+    return [pytest.param(*row, marks=marks if _RUNS_A_MODEL.match(row[-1]) else ()) for row in rows]
 
 
 def make(root: Path) -> Path:

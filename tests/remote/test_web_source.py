@@ -73,7 +73,7 @@ def test_large_file_is_read_by_ranges_and_goes_on_where_it_was_cut(run, tmp_path
         (lambda _: Answer(200, {}, HELD), 1, "does not support range requests"),
         (lambda _: Answer(403), 1, "status 403"),
         (lambda _: Answer(302, {"Location": "http://10.0.0.1.nip.io:1/x"}), 1, "cannot reach"),
-        (lambda _: Answer(302, {"Location": "http://169.254.169.254/x"}), 1, "private network"),
+        (lambda _: Answer(302, {"Location": "http://169.254.169.254/x"}), 1, "private or local"),
         (lambda _: Answer(302, {"Location": "ftp://example.com/x"}), 1, "not followed"),
         (lambda a: part(a, HELD, ETag=f'"{a.number}"' if a.number else '"0"'), 1, "changed"),
         (lambda a: part(a, HELD[: len(HELD) - 8 * a.number]), 1, "changed"),
@@ -135,7 +135,7 @@ def test_adapter_on_a_web_server_is_refused(run) -> None:
     ("begins", "leads", "code", "says"),
     [
         ("public.example", "inner.example", 1, "private or local address (inner.example, which is 127.0.0.1)"),
-        ("public.example", "xn--nner-0pa.example", 1, "private network"),
+        ("public.example", "xn--nner-0pa.example", 1, "private or local"),
         (
             "public.example",
             "metadata.example",
@@ -144,7 +144,7 @@ def test_adapter_on_a_web_server_is_refused(run) -> None:
         ),
         ("public.example", "cdn.example", 0, ""),
         ("inner.example", "127.0.0.1", 0, ""),  # who names an inner host himself may be led within
-        ("inner.example", "metadata.example", 1, "private network"),
+        ("inner.example", "metadata.example", 1, "private or local"),
     ],
 )
 def test_redirect_is_judged_by_the_address_that_is_connected_to(run, naps, monkeypatch, begins, leads, code, says):

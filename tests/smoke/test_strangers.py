@@ -37,7 +37,7 @@ def test_model_that_has_no_limit_of_positions_runs(farm, tmp_path):
 @pytest.mark.full
 def test_model_that_fails_by_itself_is_no_finding_about_fsdp(farm, tmp_path):
     """The class takes this config, and no batch: an embedding without rows."""
-    with pytest.raises(UsageError, match="BertForMaskedLM fails by itself, unsharded") as caught:
+    with pytest.raises(UsageError, match="a BertForMaskedLM fails unsharded, without FSDP") as caught:
         farm.smoke(model=write(tmp_path / "model", BERT | {"type_vocab_size": 0}))
     assert "--factory" in caught.value.hint
     assert caught.value.where.endswith("config.json")

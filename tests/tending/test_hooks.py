@@ -96,7 +96,7 @@ def test_save_that_never_ends_is_a_finding(run):
     (run / "step-30" / ".metadata").unlink()
     tending = hooks.Tending(run, rank=0, settle_s=0.0, patience_s=0.5)
     tending.saved("step-30")
-    with pytest.warns(RuntimeWarning, match="unfinished-checkpoint: its save has not ended"):
+    with pytest.warns(RuntimeWarning, match="unfinished-checkpoint: its save did not finish"):
         tending.close()
 
 

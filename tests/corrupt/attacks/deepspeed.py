@@ -110,7 +110,7 @@ def _latest(title: str, tries: str, content: bytes, **options) -> None:
     add(f"deepspeed-{title}", tries, build, **options)
 
 
-_latest("latest-out", "latest leads out of the directory", b"../../outside", words="which is not here")
-_latest("latest-root", "latest is an absolute path", b"/etc", words="which is not here")
+_latest("latest-out", "latest leads out of the directory", b"../../outside", words="which is missing")
+_latest("latest-root", "latest is an absolute path", b"/etc", words="which is missing")
 _latest("latest-long", "latest has megabytes", b"x" * (4 << 20))
-_latest("latest-terminal", "latest drives the terminal", b"\x1b]0;x\x07", words="which is not here")
+_latest("latest-terminal", "latest drives the terminal", b"\x1b]0;x\x07", words="which is missing")
