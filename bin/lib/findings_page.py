@@ -19,14 +19,10 @@ on it, not on the words. `--json` has them as `findings[].code` and `error.code`
 
 | code | meaning |
 |---:|---|
-| 0 | fine: no finding is an error, and everything that the verdict needs was read |
-| 1 | failed: I/O, network, the hub, a fault |
-| 2 | usage: a bad option, an impossible mesh, a refused config |
-| 3 | a finding is an error, checkpoints differ, or too little was readable to decide |
-| 4 | not a complete, readable checkpoint |
-| 5 | the destination exists |
-| 130 | interrupted |
+{exits}
 
+With 0, no finding is an error, and everything that the verdict needs was read. `diff` ends with 3 where two checkpoints
+differ.
 Warnings and infos do not change the exit code (`preflight --strict` fails on warnings too).
 """
 _TABLE = "| code | severity | means | do |\n|---|---|---|---|\n"
@@ -51,12 +47,14 @@ def codes() -> dict[str, set[str]]:
 
 def render() -> str:
     """The whole page."""
+    from ckpt_tools.cli.help_text import EXIT_CODES
     from ckpt_tools.fsdp2.catalogue import CATALOGUE
     from ckpt_tools.preflight.rules import RULES
 
     found, exits, groups = codes(), error_codes(), table()
     errors = groups.pop("Errors")
-    parts = [HEAD, "## Findings\n"]
+    meanings = "\n".join(f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items())
+    parts = [HEAD.replace("{exits}", meanings), "## Findings\n"]
     for heading, rows in groups.items():
         lines = [f"| `{code}` | {_severity(found[code], row)} | {row[0]} | {row[1]} |\n" for code, row in rows.items()]
         parts.append(f"### {heading}\n\n{_TABLE}{''.join(lines)}")

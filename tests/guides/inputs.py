@@ -53,6 +53,12 @@ def leave_trainer_step(step: Path) -> Tensors:
     return state
 
 
+def leave_whole_step(step: Path) -> Tensors:
+    """The same with the config of its model, as trainers that know it write it."""
+    toys.config_of("llama", architectures=["LlamaForCausalLM"], dtype="float32").save_pretrained(step)
+    return leave_trainer_step(step)
+
+
 def leave_lightning_step(step: Path) -> Tensors:
     """As `ModelParallelStrategy.save_checkpoint`."""
     state = weights()
@@ -251,6 +257,7 @@ KINDS: dict[str, Callable[[Path], Tensors | None]] = {
     "torch-file": leave_torch_file,
     "bin": leave_bin_directory,
     "trainer": leave_trainer_step,
+    "whole-trainer": leave_whole_step,
     "lightning": leave_lightning_step,
     "torchtitan": leave_titan_step,
     "verl": leave_verl_step,

@@ -1,4 +1,4 @@
-"""The guides, walked from the top: every command of every page runs in an empty folder with the inputs that it names.
+"""README, the first page and the guides, walked: every command of a page runs in an empty folder with its inputs.
 
 At its head a page says `<!-- inputs: KIND=PATH … -->` (inputs.py); `train=KIND:PATH` is what training leaves.
 A block with a language and a name is a file, which is written; `sh` without a name is commands, `text` below it what
@@ -28,9 +28,10 @@ from seeds.guide import GUIDES
 
 from ckpt_tools.cli.app import _load
 
-PAGES = sorted(
-    page for page in GUIDES.rglob("*.md") if page.stem not in ("when-it-breaks", "which-page", "fsdp2-cookbook")
-)
+DOCS = GUIDES.parent
+FRONT = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
+PAGES = (FRONT[0], DOCS / "index.md", *sorted(GUIDES.rglob("*.md")))
+PAGES = tuple(page for page in PAGES if page.stem not in ("which-page", "fsdp2-cookbook"))
 _TRAIN = ("accelerate launch", "torchrun", "bash ", "axolotl train")
 _BLOCK = re.compile(r"(?:<!-- (exit|not run): (.*?) -->\n)?^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NUMBER = re.compile(r"\d+\.\d+(e-\d+)?")
@@ -160,7 +161,7 @@ def tools(tmp_path_factory) -> Path:
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(GUIDES).with_suffix("").as_posix())
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS.parent).with_suffix("").as_posix())
 def test_every_command_of_a_page_runs(page, tmp_path, monkeypatch, run, hub, tools):  # noqa: F811
     (tmp_path / "page").mkdir()
     monkeypatch.chdir(tmp_path / "page")
@@ -183,7 +184,7 @@ def test_every_command_of_a_page_runs(page, tmp_path, monkeypatch, run, hub, too
         assert [name for name, tensor in walk.trained.items() if not torch.equal(back[name], tensor)] == []
 
 
-@pytest.mark.parametrize("page", sorted(GUIDES.rglob("*.md")), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*FRONT, *sorted(GUIDES.rglob("*.md"))], ids=lambda page: page.stem)
 def test_every_command_in_running_text_is_one(page):
     text = _BLOCK.sub("", page.read_text(encoding="utf-8"))
     for command in re.findall(r"`(ckpt [a-z-]+ [^`]*)`", text):

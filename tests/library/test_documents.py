@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bin_lib import bin_modules
 from library.json_schema import problems
 from library.world import params
 
 import ckpt_tools
 from ckpt_tools.cli.commands import COMMANDS
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "bin" / "lib"))
-
-import schemas  # noqa: E402 - beside the other scripts that write the references
-
+(schemas,) = bin_modules("schemas")
 Shown = Callable[..., tuple[int, dict[str, Any]]]
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of the hub's client
 

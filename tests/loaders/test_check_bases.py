@@ -7,7 +7,6 @@ another depth is never the adapter's.
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 import warnings
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from bin_lib import bin_modules
 from safetensors.torch import load_file, save_file
 
 from ckpt_tools.adapters.check import check_lora
@@ -90,12 +90,11 @@ class Worlds:
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
     names = ("toy_models", "trained", "loader_installed")
-    sys.path.insert(0, str(LIB))
     try:
         with warnings.catch_warnings(action="ignore"):
-            yield Worlds(tmp_path_factory.mktemp("bases"), {name: importlib.import_module(name) for name in names})
+            modules = dict(zip(names, bin_modules(*names, directory=LIB), strict=True))
+            yield Worlds(tmp_path_factory.mktemp("bases"), modules)
     finally:
-        sys.path.remove(str(LIB))
         for name in names:
             sys.modules.pop(name, None)
 

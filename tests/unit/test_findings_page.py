@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bin_lib import bin_modules
 
 ROOT = Path(__file__).parents[2]
 
@@ -15,13 +15,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def pages() -> Any:
     """The modules of bin/lib: `page` and `codes`."""
-    sys.path.insert(0, str(ROOT / "bin" / "lib"))
-    try:
-        import finding_codes
-        import findings_page
-    finally:
-        sys.path.pop(0)
-    return type("Pages", (), {"page": findings_page, "codes": finding_codes})
+    page, codes = bin_modules("findings_page", "finding_codes")
+    return type("Pages", (), {"page": page, "codes": codes})
 
 
 def test_findings_page_has_every_code_and_no_other(pages: Any) -> None:

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from bin_lib import bin_modules
 
 import ckpt_tools
 from ckpt_tools.cli.app import _load
 from ckpt_tools.cli.commands import COMMANDS
 
-LIB = Path(__file__).parents[2] / "bin" / "lib"
-
 
 @pytest.fixture(scope="module")
 def pages() -> Any:
-    sys.path.insert(0, str(LIB))
-    try:
-        import api_pages
-        import cli_pages
-    finally:
-        sys.path.pop(0)
-    return type("Pages", (), {"cli": cli_pages.render(), "api": api_pages.render()})
+    cli, api = bin_modules("cli_pages", "api_pages")
+    return type("Pages", (), {"cli": cli.render(), "api": api.render()})
 
 
 def _sections(page: str, mark: str) -> dict[str, str]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from bin_lib import bin_modules
 
 ROOT = Path(__file__).parents[2]
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
@@ -17,12 +17,7 @@ CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 
 @pytest.fixture(scope="module")
 def site() -> Any:
-    sys.path.insert(0, str(ROOT / "bin" / "lib"))
-    try:
-        import docs_site
-    finally:
-        sys.path.pop(0)
-    return docs_site
+    return bin_modules("docs_site")[0]
 
 
 def _pages(menu: Any) -> Iterator[str]:
