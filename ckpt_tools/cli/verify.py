@@ -57,17 +57,15 @@ def run(call: CommandCall[Verification], view: VerifyView, output: OutputOptions
     note_identities(result.identities, output)
     _say_causes(result, output)
     if not output.quiet:
-        for text in describe(result.not_read, len(result.not_read) if output.verbose else _MAX_FILES):
-            note(f"not read: {text}")
-        for text in result.not_checked:
-            note(f"not checked: {text}")
+        for text in _unproven(result, output):
+            note(text)
         _say_state(paths[0], result)
     return 0 if result.ok else 3
 
 
 def _run_each(call: CommandCall[Verification], paths: Sequence[str], output: OutputOptions) -> int:
     """Verify several; the exit code is the worst."""
-    worst, rows = 0, []
+    worst, rows, unproven = 0, [], Counter[str]()
     for path in paths:
         try:
             with progress_of(output) as factory:
@@ -81,12 +79,22 @@ def _run_each(call: CommandCall[Verification], paths: Sequence[str], output: Out
             continue
         worst = max(worst, 0 if result.ok else 3)
         rows.append({"source": path, **result.to_json()})
+        unproven.update(_unproven(result, output))
         if not output.json:
             _say_causes(result, output)
             _say_state(path, result)
     if output.json:
         print_json({"ok": not worst, "checkpoints": rows})
+    elif not output.quiet:
+        for text, times in unproven.items():
+            note(text if times == len(paths) else f"{text} ({times} of {len(paths)} checkpoints)")
     return worst
+
+
+def _unproven(result: Verification, output: OutputOptions) -> list[str]:
+    """Return what was not read, and what was not checked."""
+    not_read = describe(result.not_read, len(result.not_read) if output.verbose else _MAX_FILES)
+    return [*(f"not read: {text}" for text in not_read), *(f"not checked: {text}" for text in result.not_checked)]
 
 
 def _say_causes(result: Verification, output: OutputOptions) -> None:

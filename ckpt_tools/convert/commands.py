@@ -437,10 +437,11 @@ def commit(options: CommitOptions) -> Conversion:
         with open_shared_sink(destination) as sink:
             claim = sink.find_claim()
     except DestinationExistsError:
-        hint = "`ckpt verify` checks whether it is complete"
-        raise DestinationExistsError("it is already complete", where=destination, hint=hint) from None
+        what, hint = "nothing to publish: no conversion is in progress here", "`ckpt verify` checks what is there"
+        raise DestinationExistsError(what, where=destination, hint=hint) from None
     if claim is None:
-        raise UnreadableError("no write is in progress here", where=destination, hint="is it already complete?")
+        what, hint = "no conversion is in progress here", "pass the DST of the conversion that was interrupted"
+        raise UnreadableError(what, where=destination, hint=hint)
     command = parse_command(claim.command)
     if command is None:
         hint = f"run any part again: --part 0/{claim.num_parts}"

@@ -260,6 +260,8 @@ class LocalSource(Source):
                     if len(found) > max_files:
                         raise LimitError(f"more than {max_files} files", where=self.root)
             except OSError as error:
+                if prefix.endswith("lost+found/") and isinstance(error, PermissionError):  # the file system's own
+                    continue
                 raise _failed("list", self.label(prefix), error) from error
         return dict(sorted(found.items()))
 

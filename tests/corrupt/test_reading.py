@@ -307,6 +307,18 @@ def test_several_end_in_the_worst_of_their_codes(folder: Path, tmp_path: Path, c
     assert verify_json(capsys, good)[1].keys() >= {"ok", "findings", "causes"}
 
 
+def test_what_was_not_checked_of_several_is_said_once(folder: Path, capsys) -> None:
+    steps = [str(folder / name) for name in ("step-3", "step-100")]
+    assert main(["verify", *steps]) == 0
+    said = capsys.readouterr().err
+    assert said.count("not checked: whether the values are finite") == 1
+    assert "checkpoints)" not in said
+    assert main(["verify", *steps, str(folder / "step-20")]) == 3
+    assert "(1 of 3 checkpoints)" in capsys.readouterr().err
+    assert main(["verify", *steps, "-q"]) == 0
+    assert "not checked" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", [("--against", "{}"), ("--part", "0/2"), ("--accept", "a"), ("--html", "{}/x.html")])
 def test_options_of_one_checkpoint_are_refused_for_several(folder: Path, capsys, option: tuple[str, str]) -> None:
     given = [text.format(folder) for text in option]

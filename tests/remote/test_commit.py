@@ -40,12 +40,12 @@ def test_what_all_parts_have_written_is_published(verb: str, tmp_path: Path, mon
     assert ckpt_tools.commit("out").published
     assert files_of(out) == files_of(tmp_path / "one")
     assert staging_left(tmp_path) == []
-    with pytest.raises(DestinationExistsError, match="already complete"):
+    with pytest.raises(DestinationExistsError, match="nothing to publish"):
         ckpt_tools.commit(out)
 
 
 def test_nothing_is_made_where_nothing_is_being_written(tmp_path: Path) -> None:
-    with pytest.raises(UnreadableError, match="no write is in progress"):
+    with pytest.raises(UnreadableError, match="no conversion is in progress"):
         ckpt_tools.commit(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 

@@ -190,6 +190,13 @@ def test_file_that_is_no_safetensors_is_refused(
     assert hint in str(caught.value.hint)
 
 
+def test_program_of_torch_is_named(tmp_path: Path) -> None:
+    torch.export.save(torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),)), tmp_path / "x.pt2")
+    with pytest.raises(UnreadableError, match=r"an archive of torch\.export") as caught:
+        api.open_checkpoint(tmp_path / "x.pt2")
+    assert "torch.export.load" in str(caught.value.hint)
+
+
 @pytest.mark.parametrize(
     ("member", "name", "what"),
     [

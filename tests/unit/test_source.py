@@ -1,5 +1,6 @@
 """Reading: contained in a root, exact, and watched for change."""
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 from samples import MODEL, content, files_of, write_model
 
 from ckpt_tools import api
-from ckpt_tools.errors import CkptError, UnreadableError
+from ckpt_tools.errors import CkptError, StorageError, UnreadableError
 from ckpt_tools.storage.source import Descriptors, LocalSource
 
 
@@ -87,6 +88,24 @@ def test_list_files_leaves_out_what_cannot_hold_a_checkpoint(root: Path) -> None
         assert source.list_files(max_depth=0) == {".metadata": 2, "a": 100}
         with pytest.raises(UnreadableError, match="more than 2 files"):
             source.list_files(max_files=2)
+
+
+def test_what_a_volume_keeps_for_itself_hides_no_checkpoint(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A volume's lost+found is root's; any other directory that cannot be listed may hold a part."""
+    scan = os.scandir
+
+    def scandir(path: str) -> object:
+        if path.endswith(("lost+found/", "private/")):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    (root / "lost+found").mkdir()
+    with LocalSource(str(root)) as source:
+        assert source.list_files() == {"a": 100, "sub/b": 5}
+        (root / "private").mkdir()
+        with pytest.raises(StorageError, match="cannot list: Permission denied"):
+            source.list_files()
 
 
 # Change

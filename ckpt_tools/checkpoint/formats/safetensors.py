@@ -50,7 +50,8 @@ class HeaderFile:
 def parse_length(first: bytes, *, where: str, file_nbytes: int | None = None) -> int:
     """Return the header's length from the first 8 bytes of a file, of that size where it is known."""
     if len(first) < LENGTH_BYTES:
-        raise UnreadableError(f"a safetensors file has at least 8 bytes, this has {len(first)}", where=where)
+        what = f"a safetensors file has at least 8 bytes, this has {len(first)}"
+        raise UnreadableError(what, where=where, hint="copy or download it again")
     length = int.from_bytes(first, "little")
     if length > MAX_HEADER_BYTES:
         what = f"the header claims {length} bytes, the limit is {MAX_HEADER_BYTES}"

@@ -465,6 +465,10 @@ def _parse_entries(directory: bytes, count: int, start: int) -> dict[str, _ZipEn
                 what = "a TorchScript archive: a program with its weights, which ckpt does not read"
                 hint = "if you trust it: torch.save(torch.jit.load(FILE).state_dict(), NEW)"
                 raise UnreadableError(what, hint=hint)
+            if name.endswith("/archive_format"):
+                what = "an archive of torch.export: a program with its weights, which ckpt does not read"
+                hint = "if you trust it: torch.save(dict(torch.export.load(FILE).state_dict), NEW)"
+                raise UnreadableError(what, hint=hint)
             if method or packed != nbytes:
                 raise UnreadableError(f"entry '{name}' of the archive is compressed")
             if name in entries:
