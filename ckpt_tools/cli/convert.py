@@ -75,12 +75,11 @@ def _print_conversion(result: Conversion, output: OutputOptions) -> None:
         print_json(result.to_dict())
         return
     note_identities([result.identity] if result.identity is not None else [], output)
-    for text in result.notes:
-        note(f"note: {text}")
     for text in result.warnings:
         note(f"warning: {text}")
-    for text in result.not_checked:
-        note(f"not checked: {text}")
+    for kind, texts in {"note": result.notes, "not checked": result.not_checked}.items():
+        for text in () if output.quiet else texts:
+            note(f"{kind}: {text}")
     if output.quiet and not result.dry_run:  # a plan is all that a dry run was started for
         return
     destination = escape_name(result.destination)

@@ -95,8 +95,9 @@ def check_names(job: Job, originals: Iterable[Opened], *, allow_foreign: bool, i
                 f"the names are {owners[0].what}, and no {CONFIG_NAME} names the model: transformers does not load them"
             )
             job.warnings = (*job.warnings, f"{what} (--assets DIR, with the model's {CONFIG_NAME}, to write the hub's)")
-        elif allow_foreign:
-            job.not_checked = (f"names were not compared with an architecture: no {CONFIG_NAME} names one",)
+        else:
+            way = f"no {CONFIG_NAME} names one (--assets DIR)"
+            job.not_checked = (f"names were not compared with an architecture: {way}",)
         return
     title = escape_name(claim.architecture)
     original = next((one for one in originals if one.source is claim.source), None)
