@@ -71,9 +71,13 @@ def command(
         run, function = resolve()
         if function is None:
             return run(*parts)
+        from ckpt_tools.cli.output import note
         from ckpt_tools.storage.locations import set_storage
+        from ckpt_tools.storage.remote.patience import set_patience
+        from ckpt_tools.units import parse_duration
 
         set_storage(output.storage)
+        set_patience(parse_duration(output.patience), (lambda _: None) if output.quiet else note)
         return run(CommandCall(function, given), *parts, output)
 
     callback.__dict__["__signature__"] = inspect.Signature(

@@ -27,6 +27,9 @@ class OutputOptions:
         Sequence[str],
         Option("Setting of object stores by obstore's name, e.g. region=eu-west-1 (repeatable).", metavar="KEY=VALUE"),
     ] = ()
+    patience: Annotated[
+        str, Option("Longest outage of a store, the hub or a server that is waited out.", metavar="DURATION", env=True)
+    ] = "170s"
 
     @property
     def is_silent(self) -> bool:

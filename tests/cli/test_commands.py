@@ -480,7 +480,7 @@ def test_environment_says_nothing_of_what_is_done(model: Path, tmp_path: Path, c
 
 def test_help_names_the_variables_that_count(ckpt: Ckpt) -> None:
     found = {name for verb in COMMANDS for name in re.findall(r"CKPT_[A-Z_]+", ckpt(verb, "--help")[1])}
-    assert found == {"CKPT_JSON", "CKPT_NUM_WORKERS", "CKPT_PROGRESS", "CKPT_QUIET", "CKPT_VERBOSE"}
+    assert found == {"CKPT_JSON", "CKPT_NUM_WORKERS", "CKPT_PATIENCE", "CKPT_PROGRESS", "CKPT_QUIET", "CKPT_VERBOSE"}
 
 
 # Options of the conversions

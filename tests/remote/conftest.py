@@ -27,7 +27,9 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Pauses between tries, which are noted and not made; others are, as threads that poll would spin."""
     taken: list[float] = []
-    monkeypatch.setattr(web, "time", SimpleNamespace(monotonic=time.monotonic, sleep=taken.append))
+    monkeypatch.setattr(
+        web, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + sum(taken), sleep=taken.append)
+    )
     return taken
 
 

@@ -7,6 +7,7 @@ import http.client
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -71,6 +72,8 @@ class Proxy:
         self._left = 0
         self._victim: Seen | None = None
         self._of = ""
+        self._outage_s = 0.0
+        self._outage_ends: float | None = None
 
     def arm(self, fault: Fault | None, *, at: int = 0, times: int = 1, of: str = "") -> None:
         """Damage the request number `at` (from 0, counted from now on), and `times` - 1 more that ask for the same.
@@ -81,11 +84,26 @@ class Proxy:
             self.seen.clear()
             self.num_damaged = 0
             self._fault, self._at, self._left, self._victim, self._of = fault, at, times, None, of
+            self._outage_s = 0.0
+
+    def fail(self, fault: Fault, *, at: int, seconds: float) -> None:
+        """Damage every request for so long, from number `at` on."""
+        self.arm(fault, at=at)
+        with self._lock:
+            self._outage_s, self._outage_ends = seconds, None
+
+    def _is_out(self) -> bool:
+        if self._outage_s and self._outage_ends is None and len(self.seen) > self._at:
+            self._outage_ends = time.monotonic() + self._outage_s
+        return self._outage_ends is not None and time.monotonic() < self._outage_ends
 
     def note(self, request: Seen) -> Fault | None:
         """Count a request, and return what is to be done to it."""
         with self._lock:
             self.seen.append(request)
+            if self._outage_s:
+                self.num_damaged += self._is_out()
+                return self._fault if self._is_out() else None
             if self._fault is None or self._left <= 0:
                 return None
             if self._victim is None and self._of in request.target:

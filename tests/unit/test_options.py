@@ -65,9 +65,9 @@ def test_command_has_what_the_classes_state() -> None:
         return 7 + output.json
 
     made = build.command(Options, [Own], lambda: (run, act))
-    shown = ["json", "quiet", "verbose", "storage"]
+    shown = ["json", "quiet", "verbose", "storage", "patience"]
     assert list(inspect.signature(made).parameters) == ["place", "level", "loud", "many_times", *shown]
-    rest = {"many_times": 1, "json": False, "quiet": False, "verbose": False, "storage": None}
+    rest = {"many_times": 1, "json": False, "quiet": False, "verbose": False, "storage": None, "patience": "170s"}
     assert made(place="here", level="high", loud=False, **rest) == 7
     assert made(place="here", level="low", loud=True, **rest | {"json": True}) == 8
 

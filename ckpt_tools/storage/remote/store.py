@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from ckpt_tools.errors import CkptError, LimitError, StorageError, UnreachableError, UnreadableError, UsageError
 from ckpt_tools.storage.locations import storage
+from ckpt_tools.storage.remote.patience import patience_s, watched
 from ckpt_tools.storage.source import MAX_FILES
 from ckpt_tools.text import escape_name
 
@@ -28,9 +29,9 @@ SCHEMES: Mapping[str, str] = {"s3": "bucket", "gs": "bucket", "az": "container"}
 """Scheme → what its stores call a namespace of keys."""
 
 _RETRIES = {
-    "max_retries": 8,
-    "retry_timeout": timedelta(seconds=170),
-    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=15), "base": 2},
+    "max_retries": 10_000,  # Time decides, see patience.py
+    # obstore draws each pause between the first one and `base` times the last: with 2 it hardly grows.
+    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=10), "base": 3},
 }
 _CLIENT = {"connect_timeout": timedelta(seconds=10), "timeout": timedelta(seconds=90)}
 _PAGE_KEYS = 1000
@@ -183,7 +184,8 @@ class Bucket:
     def telling(self, key: str, verb: str) -> Iterator[None]:
         """Turn what obstore raises about an object into a `CkptError`."""
         try:
-            yield
+            with watched(verb, self.root):
+                yield
         except (CkptError, GeneratorExit):
             raise
         except Exception as error:
@@ -237,7 +239,8 @@ def _open_store(library: Any, scheme: str, name: str, root: str) -> ObjectStore:
     client: dict[str, Any] = dict(_CLIENT)
     if _endpoint(scheme).lower().startswith("http://"):
         client["allow_http"] = True  # whoever writes http:// means it
-    given: dict[str, Any] = {"client_options": client, "retry_config": _RETRIES, "config": dict(storage())}
+    retries = {"retry_timeout": timedelta(seconds=patience_s()), **_RETRIES}
+    given: dict[str, Any] = {"client_options": client, "retry_config": retries, "config": dict(storage())}
     try:
         if scheme == "s3":
             if _wants_profile():

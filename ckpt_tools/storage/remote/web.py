@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from ckpt_tools._version import __version__
 from ckpt_tools.errors import CkptError, StorageError
+from ckpt_tools.storage.remote.patience import patience_s, pause_s, tell_answer, tell_late
 from ckpt_tools.storage.remote.server_checks import Peers, RefusalError, next_address, scrub
 
 if TYPE_CHECKING:
@@ -29,10 +31,9 @@ CONNECT_TIMEOUT_S = 30.0  # Without an answer at all
 MAX_REDIRECTS = 5  # Of one request
 
 _SILENCE_TIMEOUT_S = 60.0  # Without a byte
-_MIN_TIME_S = 180.0  # That one range may take, all tries together, and more at `_SLOWEST_BYTES_PER_S`
+_MIN_TIME_S = 180.0  # That one range may take where the server sends, and more at `_SLOWEST_BYTES_PER_S`
 _SLOWEST_BYTES_PER_S = 32 << 10
-_WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # Pauses between tries that gained nothing
-_MAX_CONNECTS = 3  # Tries to reach a server that does not even take the connection
+_MAX_CONNECTS = 3  # Tries to reach a server that has never answered
 _MAX_WHOLE_BYTES = 16 << 20  # A file for whose part the server sends all of it may be as long
 _EXPIRED = (401, 403, 404, 410)  # What the host of a redirect says when the address that it was given is no longer good
 _peers = Peers()  # of the process, as its connections are
@@ -64,6 +65,8 @@ class Web:
         self._lock = threading.Lock()
         self._ends: dict[str, str] = {}  # address → where its redirects led
         self._versions: dict[str, str] = {}  # address → what was said of its version
+        self._server = urlsplit(home).hostname or home
+        self._has_answered = False
 
     def fill(self, url: str, offset: int, buffer: memoryview, *, nbytes: int, what: str, linked: str = "") -> None:
         """Fill `buffer` with the bytes from `offset` on; goes on at the byte where an answer ends early.
@@ -88,8 +91,8 @@ class Web:
                 raise RefusalError(None, "an empty response")
             return done == len(buffer)
 
-        ends = time.monotonic() + _MIN_TIME_S + len(buffer) / _SLOWEST_BYTES_PER_S
-        self._repeat(work, lambda: done, what, ends)
+        ends = time.monotonic() + max(_MIN_TIME_S, patience_s()) + len(buffer) / _SLOWEST_BYTES_PER_S
+        self._repeat(work, lambda: done, what)
 
     def read(self, url: str, what: str, *, limit: int) -> tuple[bytes, Mapping[str, str]]:
         """Return a document of at most `limit` bytes, and the headers that it came with. Raises as `fill`."""
@@ -112,8 +115,8 @@ class Web:
                         raise RefusalError(None, "too slow", is_lasting=True)
             return True
 
-        ends = time.monotonic() + _MIN_TIME_S
-        self._repeat(work, lambda: 0, what, ends)
+        ends = time.monotonic() + max(_MIN_TIME_S, patience_s())
+        self._repeat(work, lambda: 0, what)
         return b"".join(parts), headers
 
     def look(self, url: str, what: str) -> tuple[int, Mapping[str, object]]:
@@ -134,15 +137,17 @@ class Web:
                 self._check_version(url, response)
             return True
 
-        self._repeat(work, lambda: 0, what, time.monotonic() + _MIN_TIME_S)
+        self._repeat(work, lambda: 0, what)
         return size, version
 
-    def _repeat(self, work: Callable[[], bool], done: Callable[[], int], what: str, ends: float) -> None:
+    def _repeat(self, work: Callable[[], bool], done: Callable[[], int], what: str) -> None:
         """Do `work` until it returns True; what it gained makes the next try the first one again."""
-        tries, before = 0, 0
+        tries, before, began = 0, 0, time.monotonic()
         while True:
             try:
-                if work():
+                is_whole = work()
+                tell_answer(self._server)
+                if is_whole:
                     return
                 continue
             except RefusalError as error:
@@ -150,17 +155,19 @@ class Web:
             except _network_errors() as error:
                 refusal = RefusalError(None, scrub(str(error) or type(error).__name__, self._token))
                 refusal.was_sent = not isinstance(error, _never_sent())
-            tries, before = (tries if done() == before else 0), done()
+            if done() != before:
+                tries, before, began = 0, done(), time.monotonic()
             asked_s = refusal.retry_after_s or 0.0
             may_pass = refusal.status is None or refusal.status in TRANSIENT
-            last = len(_WAITS_S) if refusal.was_sent else _MAX_CONNECTS - 1
-            if refusal.is_lasting or not may_pass or asked_s > MAX_WAIT_S or tries >= last:
-                raise self._explain(refusal, what) from None
-            pause_s = max(_WAITS_S[tries], asked_s)
-            if time.monotonic() + pause_s > ends:
+            is_stranger = not (refusal.was_sent or self._has_answered)
+            pause = pause_s(tries, asked_s)
+            waited = time.monotonic() + pause - began
+            is_over = waited > patience_s() or (is_stranger and tries + 1 >= _MAX_CONNECTS)
+            if refusal.is_lasting or not may_pass or asked_s > MAX_WAIT_S or is_over:
                 raise self._explain(refusal, what) from None
             tries += 1
-            time.sleep(pause_s)
+            tell_late(self._server, waited)
+            time.sleep(pause)
 
     @contextmanager
     def _get(self, url: str, headers: Mapping[str, str], *, linked: str = "") -> Iterator[httpx2.Response]:
@@ -200,6 +207,7 @@ class Web:
             request = client.build_request("GET", url, headers=asked)
             request.extensions["trace"] = _peers.watch(request.url.raw_host.decode(), rule)
             response = client.send(request, stream=True)
+            self._has_answered = True
             named = response.headers.get("X-Linked-Etag", "").removeprefix("W/").strip('"')
             if linked and named and named != linked and response.status_code < 400:
                 response.close()
