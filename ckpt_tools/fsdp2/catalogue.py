@@ -5,11 +5,11 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, Literal
 
 from ckpt_tools.checkpoint.entries import Finding
+from ckpt_tools.tables import read_packaged
 
 Found = Literal["exception", "audit", "ranks", "watch"]
 """Where a diagnosis comes from: an error's text and frames, `audit`, comparing ranks, or what `watch` saw."""
@@ -30,8 +30,7 @@ class DiagnosisEntry:
 
 
 def _read_entries() -> Mapping[str, DiagnosisEntry]:
-    text = files("ckpt_tools.fsdp2").joinpath("diagnoses.toml").read_text(encoding="utf-8")
-    table: dict[str, dict[str, Any]] = tomllib.loads(text)
+    table: dict[str, dict[str, Any]] = tomllib.loads(read_packaged(__package__, "diagnoses.toml"))
     found = {}
     for code, fields in table.items():
         tuples: dict[str, Any] = {name: tuple(fields.pop(name, ())) for name in ("found_by", "inside")}

@@ -40,8 +40,8 @@ from ckpt_tools.preflight.plain_values import (
     is_typo,
     is_variable,
     join_path,
-    read_rows,
 )
+from ckpt_tools.tables import read_rows
 from ckpt_tools.text import first_few, nearest
 
 # What becomes of every option of a config: read, known, passed over, not known, or not to be read here.
