@@ -50,28 +50,3 @@ def build_finding(code: str, where: str, what: str) -> Finding:
 def build_warning(code: str, where: str, what: str) -> Finding:
     """Return a warning with the hint that the catalogue has for it: what may be meant so."""
     return Finding.warning(code, where, what, CATALOGUE[code].fix)
-
-
-def render_catalogue() -> str:
-    """Return the table as a page of documentation."""
-    lines = [
-        "# Diagnoses",
-        "",
-        "<!-- Written by bin/docs from ckpt_tools/fsdp2/diagnoses.toml. Do not edit. -->",
-        "",
-        "How FSDP2 training breaks, by the id that `ckpt smoke`, `audit`, `compare_ranks`, `watch` and `diagnose`",
-        "give.",
-        "*Silent* failures raise nothing at first; only an audit or a comparison of ranks finds them.",
-        "",
-    ]
-    for entry in CATALOGUE.values():
-        lines += [
-            f"## {entry.id}",
-            "",
-            f"- **Symptom**: {entry.symptom}.{' Silent.' if entry.silent else ''}",
-            f"- **Cause**: {entry.cause}.",
-            f"- **Fix**: {entry.fix}.",
-            f"- **Found by**: {', '.join(entry.found_by)}.",
-            "",
-        ]
-    return "\n".join(lines)

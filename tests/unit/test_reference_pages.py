@@ -13,6 +13,8 @@ import pytest
 import ckpt_tools
 from ckpt_tools.cli.app import _load
 from ckpt_tools.cli.commands import COMMANDS
+from ckpt_tools.fsdp2.catalogue import CATALOGUE
+from ckpt_tools.preflight.rules import RULES
 
 LIB = Path(__file__).parents[2] / "bin" / "lib"
 
@@ -23,9 +25,10 @@ def pages() -> Any:
     try:
         import api_pages
         import cli_pages
+        import tables_pages
     finally:
         sys.path.pop(0)
-    return type("Pages", (), {"cli": cli_pages.render(), "api": api_pages.render()})
+    return type("Pages", (), {"cli": cli_pages.render(), "api": api_pages.render(), "tables": tables_pages})
 
 
 def _sections(page: str, mark: str) -> dict[str, str]:
@@ -61,3 +64,19 @@ def test_api_page_describes_what_the_command_line_does_not_take(pages: Any) -> N
 def test_what_all_commands_take_is_described_apart(pages: Any) -> None:
     shared = pages.cli.partition("## Shared options")[2].partition("\n## ")[0]
     assert all(f"{option}`: " in shared for option in ("--json", "--quiet", "--verbose"))
+
+
+def test_rules_page_names_every_rule_once(pages: Any) -> None:
+    page = pages.tables.render_rules()
+    for one in RULES:
+        assert page.count(f"### {one.id}: {one.title}\n") == 1
+        assert one.why in page
+        assert one.fix in page
+    assert "\n\n\n" not in page
+    assert page.endswith(".\n")
+
+
+def test_diagnoses_page_has_every_id_and_is_what_the_code_says(pages: Any) -> None:
+    page = pages.tables.render_diagnoses()
+    assert (LIB.parents[1] / "docs" / "reference" / "diagnoses.md").read_text(encoding="utf-8") == page
+    assert [line.removeprefix("## ") for line in page.splitlines() if line.startswith("## ")] == list(CATALOGUE)
