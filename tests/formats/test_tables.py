@@ -52,6 +52,12 @@ def test_who_names_tensors_is_told_by_codes_and_says_a_way_on() -> None:
     assert origins_of(["layers.0.ffn_norm.weight"])[0].code == "torchtitan"
 
 
+def test_words_of_columns_are_those_that_readers_know() -> None:
+    assert {row["paged"] for row in read_rows("ckpt_tools.estimate", "optimizers.tsv")} == {"yes", "no"}
+    rows = read_rows("ckpt_tools.checkpoint.formats", "unsupported.tsv")
+    assert {row["told_by"].split()[0] for row in rows} == {"inside", "ending", "byte"}
+
+
 def test_numbers_of_parts_are_in_every_pattern() -> None:
     for row in read_rows("ckpt_tools.checkpoint.formats", "part_names.tsv"):
         assert {"stem", "i"} <= re.compile(row["names"]).groupindex.keys()
