@@ -25,8 +25,9 @@ from ckpt_tools.preflight.spec import Engine, ParallelSpec
 SFT = {
     "an engine": {"defaults": [{"engine@engine": "fsdp"}], "model": {"path": "m"}},
     "none": {"model": {"partial_pretrain": "m"}},
+    "Megatron": {"actor_rollout_ref": {"actor": {"strategy": "megatron"}}},
 }
-"""verl's two SFT trainers."""
+"""verl's two SFT trainers, and PPO on another engine."""
 
 
 def sources(folder: Path) -> Iterator[tuple[str, ReaderInput]]:
@@ -35,7 +36,7 @@ def sources(folder: Path) -> Iterator[tuple[str, ReaderInput]]:
         path.write_text(text_of(framework, values))
         yield framework, READERS[framework].prepare(read_document(str(path)))
     for name, values in SFT.items():
-        yield f"verl, SFT with {name}", READERS["verl"].prepare(Document(path="sft.yaml", values=values))
+        yield f"verl with {name}", READERS["verl"].prepare(Document(path="sft.yaml", values=values))
 
 
 def rows_of(source: ReaderInput) -> Iterator[tuple[str, FieldRow[Any]]]:

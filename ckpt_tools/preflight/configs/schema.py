@@ -33,14 +33,7 @@ from pydantic import (
 from ckpt_tools.checkpoint.entries import Finding, Severity
 from ckpt_tools.preflight.configs.config import Options
 from ckpt_tools.preflight.configs.names import inside, known
-from ckpt_tools.preflight.plain_values import (
-    as_truth,
-    dtype_name,
-    find_value,
-    is_typo,
-    is_variable,
-    join_path,
-)
+from ckpt_tools.preflight.plain_values import as_truth, dtype_name, find_value, is_typo, is_variable, join_path
 from ckpt_tools.tables import read_rows
 from ckpt_tools.text import first_few, nearest
 
