@@ -233,9 +233,9 @@ def _seq_len(given: Given) -> int:
 
 
 _PPO = {
-    **read_table("verl.ppo", world_size=_world_size, seq_len=_seq_len),
+    **read_table("verl.nodes", world_size=_world_size),
     **_fsdp_rows(f"{_ACTOR}.fsdp_config", model="actor_rollout_ref.model"),
-    **read_table("verl.ulysses", ulysses=_ulysses),
+    **read_table("verl.ppo", ulysses=_ulysses, seq_len=_seq_len),
 }
 _SFT = read_table("verl.sft")  # torchrun starts it, whatever `trainer` says
 _ENGINE_SFT = {**_SFT, **_fsdp_rows("engine", model="model"), **read_table("verl.engine_sft")}
