@@ -12,9 +12,7 @@ import findings_page
 import formats_page
 import fsdp2_pages
 import schemas
-
-from ckpt_tools.fsdp2.catalogue import render_catalogue
-from ckpt_tools.preflight.rules import render_rules
+import tables_pages
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
@@ -23,8 +21,8 @@ PAGES = {
     "findings.md": findings_page.render,
     "formats.md": formats_page.render,
     "fsdp2.md": fsdp2_pages.render,
-    "diagnoses.md": render_catalogue,
-    "preflight-rules.md": render_rules,
+    "diagnoses.md": tables_pages.render_diagnoses,
+    "preflight-rules.md": tables_pages.render_rules,
     **schemas.PAGES,
 }
 

@@ -18,7 +18,7 @@ from ckpt_tools.checkpoint.formats.manifest import TensorRecord
 from ckpt_tools.checkpoint.formats.opening import Opened
 from ckpt_tools.checkpoint.formats.repositories import FILES_NAME
 from ckpt_tools.checkpoint.formats.step import OpenedStep, judge, judge_path, refuse_mixed
-from ckpt_tools.checkpoint.formats.step_layouts import TRAINERS, TrainerLayout, dataloader_ranks
+from ckpt_tools.checkpoint.formats.step_layouts import TrainerLayout, dataloader_ranks, trainer_layout
 from ckpt_tools.checkpoint.identity import TrainerName
 from ckpt_tools.checkpoint.layout import Layout, Mesh
 from ckpt_tools.checkpoint.names import origins_of
@@ -49,7 +49,7 @@ def layout_for(trainer: TrainerName, *, names: str, prefix: str, source: str) ->
 
     A prefix may go on where the trainer's ends. `source` is what is converted, for messages.
     """
-    layout = TRAINERS[trainer]
+    layout = trainer_layout(trainer)
     if layout.refusal:
         what = f"--for {trainer}: {layout.refusal}"
         raise UsageError(what, hint=layout.instead.format(source=source) if layout.instead else None)
@@ -273,7 +273,7 @@ def _names_for(opened: Opened, layout: TrainerLayout) -> str | None:
 def _warn_of_names(model: Checkpoint, trainer: TrainerName) -> Iterator[str]:
     """Say that a model of transformers does not have these names, when they are certainly another library's."""
     owners = [owner for owner in origins_of([entry.fqn for entry in model.tensors]) if owner.code in _OTHER_LIBRARIES]
-    if owners and TRAINERS[trainer].prefix:
+    if owners and trainer_layout(trainer).prefix:
         yield f"the names are {owners[0].what}, and are kept: transformers models do not load them"
 
 

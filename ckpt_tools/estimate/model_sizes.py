@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.errors import UsageError
+from ckpt_tools.tables import read_rows
 
 _NUMBER = re.compile(r"^(.*?)\.(\d+)\.(.+)$")
 _OUTPUT = re.compile(r"(^|\.)(lm_head|embed_out|output_projection|output)\.weight$")
@@ -144,50 +145,29 @@ NF4_SCALE_BYTES = 1 / 64 + 4 / (64 * 256)
 
 @dataclass(frozen=True, slots=True)
 class OptimizerCost:
-    """What an optimizer keeps per trained value."""
+    """What an optimizer keeps per trained value: a row of `optimizers.tsv`."""
 
     values: int  # Moments
-    nbytes: float | None = None
-    """Bytes of one of them, scales of its blocks included; None: the dtype of the state decides."""
-    is_paged: bool = False  # The driver may move its state to host memory when the device is full
+    nbytes: float | None  # Bytes of one of them; None: the dtype of the state decides
+    is_paged: bool
 
 
-_INT8 = 1 + 4 / 256
-"""bitsandbytes: a code of 8 bits, and an f32 scale for 256 of them (`bitsandbytes.functional`, block-wise)."""
 OPTIMIZERS: Mapping[str, OptimizerCost] = {
-    "adamw": OptimizerCost(2),
-    "adam": OptimizerCost(2),
-    "sgd": OptimizerCost(0),
-    "sgd-momentum": OptimizerCost(1),
-    "adamw-8bit": OptimizerCost(2, _INT8),
-    "adamw-4bit": OptimizerCost(2, 0.5 + 4 / 128),  # torchao: scales of blocks of 128
-    "adamw-fp8": OptimizerCost(2, _INT8),  # torchao: blocks of 256
-    "paged-adamw": OptimizerCost(2, is_paged=True),
-    "paged-adamw-8bit": OptimizerCost(2, _INT8, is_paged=True),
-    "lion": OptimizerCost(1),
-    "lion-8bit": OptimizerCost(1, _INT8),
-    "paged-lion": OptimizerCost(1, is_paged=True),
-    "paged-lion-8bit": OptimizerCost(1, _INT8, is_paged=True),
-    "rmsprop": OptimizerCost(1),
-    "adagrad": OptimizerCost(1),
-    "muon": OptimizerCost(2),  # one moment for matrices, AdamW's two for the rest: counted as two everywhere
-    "adafactor": OptimizerCost(0),  # a row's and a column's sums: less than a thousandth of a matrix
+    row["optimizer"]: OptimizerCost(
+        values=int(row["values"]),
+        nbytes=None if row["nbytes"] == "-" else float(row["nbytes"]),
+        is_paged=row["paged"] == "yes",
+    )
+    for row in read_rows(__package__, "optimizers.tsv")
 }
 """By the names that `--optimizer` takes."""
 TRACKED_OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 """Those whose step is run; the state of the others is computed."""
 
-_GIB = """
-V100-16GB 15.77 · V100-32GB 31.73 · T4 14.56 · A10 21.98 · A10G 21.98 · A30 23.5 · A40 44.34 · A6000 47.4
-A100-40GB 39.38 · A100-80GB 79.14 · H100-80GB 79.1 · H100-96GB 94.99 · H200 139.7 · GH200-96GB 94.5 · B200 178.3
-L4 21.95 · L40 44.3 · L40S 44.32 · RTX3090 23.57 · RTX4090 23.52 · RTX5090 31.3 · RTX6000-Ada 47.4
-MI210 63.98 · MI250X 63.98 · MI300X 191.98
-"""
 GPUS: Mapping[str, int] = {
-    name: round(float(gib) * (1 << 30)) for name, gib in (part.split() for part in re.split("[·\n]", _GIB.strip()))
+    row["gpu"]: round(float(row["gib"]) * (1 << 30)) for row in read_rows(__package__, "gpus.tsv")
 }
-"""Bytes that the driver leaves to a program, error correction on: what PyTorch names "total capacity" when memory runs
-out, which is less than `nvidia-smi` shows. A MI250X is one of its two dies, which is a device."""
+"""Bytes that the driver leaves to a program."""
 
 
 def gpu_bytes(name: str) -> int | None:

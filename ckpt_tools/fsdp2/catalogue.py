@@ -5,11 +5,11 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, Literal
 
 from ckpt_tools.checkpoint.entries import Finding
+from ckpt_tools.tables import read_packaged
 
 Found = Literal["exception", "audit", "ranks", "watch"]
 """Where a diagnosis comes from: an error's text and frames, `audit`, comparing ranks, or what `watch` saw."""
@@ -30,8 +30,7 @@ class DiagnosisEntry:
 
 
 def _read_entries() -> Mapping[str, DiagnosisEntry]:
-    text = files("ckpt_tools.fsdp2").joinpath("diagnoses.toml").read_text(encoding="utf-8")
-    table: dict[str, dict[str, Any]] = tomllib.loads(text)
+    table: dict[str, dict[str, Any]] = tomllib.loads(read_packaged(__package__, "diagnoses.toml"))
     found = {}
     for code, fields in table.items():
         tuples: dict[str, Any] = {name: tuple(fields.pop(name, ())) for name in ("found_by", "inside")}
@@ -51,28 +50,3 @@ def build_finding(code: str, where: str, what: str) -> Finding:
 def build_warning(code: str, where: str, what: str) -> Finding:
     """Return a warning with the hint that the catalogue has for it: what may be meant so."""
     return Finding.warning(code, where, what, CATALOGUE[code].fix)
-
-
-def render_catalogue() -> str:
-    """Return the table as a page of documentation."""
-    lines = [
-        "# Diagnoses",
-        "",
-        "<!-- Written by bin/docs from ckpt_tools/fsdp2/diagnoses.toml. Do not edit. -->",
-        "",
-        "How FSDP2 training breaks, by the id that `ckpt smoke`, `audit`, `compare_ranks`, `watch` and `diagnose`",
-        "give.",
-        "*Silent* failures raise nothing at first; only an audit or a comparison of ranks finds them.",
-        "",
-    ]
-    for entry in CATALOGUE.values():
-        lines += [
-            f"## {entry.id}",
-            "",
-            f"- **Symptom**: {entry.symptom}.{' Silent.' if entry.silent else ''}",
-            f"- **Cause**: {entry.cause}.",
-            f"- **Fix**: {entry.fix}.",
-            f"- **Found by**: {', '.join(entry.found_by)}.",
-            "",
-        ]
-    return "\n".join(lines)

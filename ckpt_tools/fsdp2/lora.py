@@ -162,9 +162,7 @@ def _check_base_free(config: PeftConfig) -> None:
     hint = "load the whole model on the CPU of every rank, add_lora there, then shard_model"
     if _kind(config) not in _RESETS:
         raise UsageError(
-            f"initial values for {_kind(config)} are not supported on the meta device",
-            where="config",
-            hint=hint,
+            f"initial values for {_kind(config)} are not supported on the meta device", where="config", hint=hint
         )
     raise UsageError(
         f"the initialisation {_start_of(config)!r} needs the base weights, but the model is on the meta device",

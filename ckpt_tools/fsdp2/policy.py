@@ -15,32 +15,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.options.common import find_strategy
+from ckpt_tools.tables import read_rows
 
-# Options that FSDP1 and its launchers have and `fully_shard` has not, each with FSDP2's way
-
-_META = "build the model on meta: load_checkpoint reads only what a rank holds"
-_BLOCKS = "name the blocks: shard_model(blocks=…)"
-INSTEAD = {
-    "buffer_dtype": "FSDP2 does not cast buffers: cast them in the model, or keep their dtype",
-    "limit_all_gathers": "FSDP2 frees gathered parameters as soon as they are used, and needs no limit",
-    "use_orig_params": "FSDP2 always trains the original parameters, frozen and trainable ones in one unit",
-    "sync_module_states": "load_checkpoint loads every rank's shard; rank0_load distributes the model of rank 0",
-    "cpu_ram_efficient_loading": _META,
-    "param_init_fn": _META,
-    "state_dict_type": "save_checkpoint writes every rank's shard; `ckpt gather` merges them into one model",
-    "min_num_params": _BLOCKS,
-    "auto_wrap_policy": _BLOCKS,
-    "backward_prefetch": "FSDP2 prefetches one block during backward; Policy(prefetch_backward=2) prefetches more",
-    "forward_prefetch": "Policy(prefetch_forward=1)",
-    "ignored_modules": "Policy(ignored=('vae',))",
-    "sharding_strategy": "Policy(strategy=…); parse_policy accepts FSDP1's names",
-    "mixed_precision": "Policy(precision=Precision(param_dtype=…, reduce_dtype=…))",
-    "activation_checkpointing": "shard_model(activation_checkpointing=True)",
-    "activation_checkpointing_offload": "wrap the forward pass in torch.autograd.graph.save_on_cpu",
-    "device_id": "the mesh determines it: build_device_mesh(mesh, 'cuda')",
-    "process_group": "the mesh determines it: build_device_mesh(mesh)",
-}
-"""Option → what to do."""
+INSTEAD = {row["option"]: row["do"] for row in read_rows(__package__, "instead.tsv")}
+"""Option that FSDP1 and its launchers have, and `fully_shard` has not → what to do."""
 
 
 class Answers:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from ckpt_tools.models.config_recipe import FEEDS_ITSELF, ConfigRecipe
 from ckpt_tools.models.hf_recipe import HfRecipe
 from ckpt_tools.models.recipe import BATCH_SIZE, Batch
 from ckpt_tools.models.replace_parameters import parameters_on_meta, replace_parameters
+from ckpt_tools.tables import read_packaged
 
 
 def recipe_of(config: Mapping[str, Any], where: str, *, otherwise: str | None = None) -> ConfigRecipe:
@@ -36,8 +36,8 @@ _STEPS = 1000
 
 def _read_table() -> tuple[dict[str, str], tuple[tuple[str, str, tuple[str, ...]], ...]]:
     """Return the words that stand for others, and the rows, of diffusers.txt, which says what they mean."""
-    with open(os.path.join(os.path.dirname(__file__), "diffusers.txt"), encoding="utf-8") as file:
-        lines = [line.split() for line in file if line.strip() and not line.startswith("#")]
+    text = read_packaged(__package__, "diffusers.txt")
+    lines = [line.split() for line in text.splitlines() if line.strip() and not line.startswith("#")]
     words = {line[0]: line[1] for line in lines if len(line) == 2}
     rows = []
     for line in lines:

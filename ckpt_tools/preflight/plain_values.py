@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
-from importlib.resources import files
+
+from ckpt_tools.tables import read_rows
 
 TRUE_WORDS = ("1", "true", "t", "yes", "y", "on")
 FALSE_WORDS = ("0", "false", "f", "no", "n", "off")
@@ -116,11 +117,3 @@ def words_of(framework: str, what: str) -> tuple[str, ...]:
     """Return what a trainer calls something, as `trainers.tsv` has it; () where it has no word for it."""
     rows = (row for row in read_rows("ckpt_tools.preflight", "trainers.tsv") if row["what"] == what)
     return next((tuple(row["words"].split(" | ")) for row in rows if row["framework"] == framework), ())
-
-
-@cache
-def read_rows(package: str, name: str) -> tuple[Mapping[str, str], ...]:
-    """Return the rows of a table of a package; its first line names the columns."""
-    text = files(package).joinpath(name).read_text(encoding="utf-8")
-    head, *rows = [line.split("\t") for line in text.splitlines() if line and not line.startswith("#")]
-    return tuple(dict(zip(head, row, strict=True)) for row in rows)

@@ -2,26 +2,58 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.runs.hook_work import ExportJob, TendingAnswer, TendingJob
-from ckpt_tools.runs.manage import Settings
+from ckpt_tools.runs.folder import BusyError, open_folder, place_of
+from ckpt_tools.runs.manage import PruneResult, RunManager, Settings
 from ckpt_tools.runs.retention import Rules
-from ckpt_tools.sandbox.child import Child
+from ckpt_tools.sandbox.child import Child, Here
 from ckpt_tools.storage.run_leases import leased
 
 _DOES = "manages the run's checkpoints"
+_POLL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TendingJob:
+    """What to manage."""
+
+    path: str
+    names: tuple[str, ...] = ()  # What was saved, or is being saved
+    settings: Settings
+    patience_s: float  # For so long nothing changes before a save counts as given up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TendingAnswer:
+    """What came of it."""
+
+    findings: tuple[Finding, ...] = ()
+    failed: tuple[str, ...] = ()
+    last_verified: str = ""  # Path of the latest good one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportJob:
+    """What to export at the end."""
+
+    source: str
+    destination: str
+    config: Mapping[str, object] | None
 
 
 class BadCheckpointError(CkptError):
@@ -208,7 +240,7 @@ class Tending:
                     self._last_verified = answer.last_verified or self._last_verified
 
     def _call(self, function: str, job: object) -> TendingAnswer:
-        with Child(f"ckpt_tools.runs.hook_work:{function}", job, TendingAnswer, does=_DOES) as child:
+        with Child(f"ckpt_tools.runs.hook:{function}", job, TendingAnswer, does=_DOES) as child:
             return child.result(None, on_wait=self._stop_if_wanted)
 
     def _stop_if_wanted(self) -> None:
@@ -268,3 +300,57 @@ def _rank() -> int:
         return int(distributed.get_rank())
     text = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
     return int(text) if text.isdigit() else 0
+
+
+# What the process beside the run does: it manages the folder until what was saved is settled
+
+
+def tend(job: TendingJob, here: Here) -> TendingAnswer:
+    """Manage the folder until everything that was saved is verified, or nothing more comes."""
+    del here
+    manager = RunManager(open_folder(job.path), job.settings)
+    findings: dict[Finding, None] = {}
+    before, since = None, time.monotonic()
+    while True:
+        try:
+            pruned = manager.once(wait=False)
+        except BusyError as error:  # a watch of somebody else's: it does the same
+            if time.monotonic() - since > job.patience_s:
+                return TendingAnswer(findings=tuple(findings), failed=(str(error),))
+            time.sleep(_POLL_S)
+            continue
+        findings.update(dict.fromkeys(each for each in pruned.findings if each.severity == "error"))
+        waiting = _waiting(pruned, job.names)
+        now = [(each.name, each.state, each.nbytes) for each in pruned.checkpoints]
+        if now != before:
+            before, since = now, time.monotonic()
+        if not waiting or time.monotonic() - since > job.patience_s:
+            ends = (f"its save did not finish: {why}" for why in waiting.values())
+            found = map(Finding.error, itertools.repeat("unfinished-checkpoint"), waiting, ends)
+            last = os.path.join(pruned.path, pruned.last_fit) if pruned.last_fit else ""
+            return TendingAnswer(findings=(*findings, *found), failed=pruned.failed, last_verified=last)
+        time.sleep(_POLL_S)
+
+
+def export(job: ExportJob, here: Here) -> TendingAnswer:
+    """Write the adapter that a checkpoint holds."""
+    from ckpt_tools.adapters.export import export_lora
+
+    del here
+    export_lora(job.source, job.destination, live_config=job.config)
+    return TendingAnswer()
+
+
+def _waiting(pruned: PruneResult, names: Collection[str]) -> dict[str, str]:
+    """Return the saves that have not come to an end: name → why. What something later follows is not waited for."""
+    found = {}
+    there = {each.name: each for each in pruned.checkpoints}
+    latest = {each.series: each for each in pruned.checkpoints}  # by step
+    for name in {*names, *(each.name for each in latest.values())}:
+        place, candidate = place_of(name), there.get(name)
+        is_passed = place and place.series in latest and (place.step or 0) < (latest[place.series].step or -1)
+        if place is None or is_passed:
+            continue
+        if candidate is None or candidate.state not in ("verified", "unfit", "bad", "unsupported"):
+            found[name] = "no such checkpoint" if candidate is None else candidate.why or candidate.state
+    return found

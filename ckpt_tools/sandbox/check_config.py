@@ -12,8 +12,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from ckpt_tools.errors import RefusedConfigError
+from ckpt_tools.tables import read_rows
 
 _LOADER_HINT = "ckpt loads nothing that a config points to; for code that you trust, use --factory pkg.mod:callable"
 _NUMBER_HINT = "the file may be damaged: compare it with the config.json that the model was published with"
@@ -156,7 +158,7 @@ _KEYS: Mapping[str, _Refusal] = {
 """Key → what refuses its value."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Bound:
     """How small and how large the numbers of some keys may be."""
 
@@ -166,32 +168,7 @@ class _Bound:
     most: int
 
 
-def _bound(what: str, least: int, most: int, keys: str) -> _Bound:
-    return _Bound(what=what, keys=re.compile(keys), least=least, most=most)
-
-
-_BOUNDS = (
-    _bound(
-        "layers", 0, 2_000, r"(\w*_)?(num_)?(\w+_)?layers|n_layers?|depths?|num_(hidden_)?groups|num_blocks|n_blocks"
-    ),
-    _bound("experts", 0, 16_384, r"\w*num_(\w+_)?experts|n_(routed|shared)_experts|n_experts"),
-    _bound("heads", 0, 16_384, r"(\w+_)?(num_)?(\w+_)?heads|n_heads?|n_head_kv"),
-    _bound("words", 0, 50_000_000, r"(\w+_)?vocab(ulary)?_size(_\w+)?|num_hash_buckets"),
-    _bound("labels", 0, 5_000_000, r"num_labels|num_classes|n_classes"),
-    _bound(
-        "positions", -1, 2**31, r"(\w+_)?max_(\w+_)?(position(s|_embeddings)?|len|length|seq_len)|n_positions|n_ctx"
-    ),
-    _bound("pixels", 0, 65_536, r"(\w+_)?(image|patch|crop|tile)_size"),
-    _bound(
-        "width",
-        -1,
-        4_194_304,
-        r"(\w+_)?(hidden_size|size|dims?|width|channels|rank|model|inner|embd|ff|kv|state|filters)s?",
-    ),
-    _bound("count", -1, 16_777_216, r"(num|n)_\w+"),
-)
-"""The first that matches a key holds for it; other keys have `_OTHER`."""
-_OTHER = _bound("anything", -(10**40), 10**40, r"\w*")
+_OTHER = _Bound("anything", re.compile(r"\w*"), -(10**40), 10**40)
 """Of keys that say no size: `model_max_length` is 10³⁰ in many a config, and others are infinite."""
 _FREE = re.compile(
     r"model_max_length|\w*tokens?(_id|_ids|_index)?|\w*_(id|ids|index|theta|seed|params|parameters|version|eps|std|scale|factor)"
@@ -219,7 +196,13 @@ def _bound_of(key: str) -> _Bound:
     """Return the bound of a key."""
     if _FREE.fullmatch(key):
         return _OTHER
-    return next((bound for bound in _BOUNDS if bound.keys.fullmatch(key)), _OTHER)
+    return next((bound for bound in _bounds() if bound.keys.fullmatch(key)), _OTHER)
+
+
+@cache
+def _bounds() -> tuple[_Bound, ...]:
+    rows = read_rows(__package__, "bounds.tsv")
+    return tuple(_Bound(row["what"], re.compile(row["keys"]), int(row["least"]), int(row["most"])) for row in rows)
 
 
 def _numbers(value: object) -> Iterator[int | float]:

@@ -151,6 +151,11 @@ class Source(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def changed(self, file: str) -> CkptError:
+        """Return the error for a file that is no longer the one that was looked at."""
+        hint = "wait until its writer has finished, then run the command again"
+        return CkptError("the source changed while it was read", where=self.label(file), hint=hint)
+
     @property
     def place(self) -> str:
         """One name for the root, however it was reached: what identifies a source beside what `identities` says."""
@@ -272,7 +277,7 @@ class LocalSource(Source):
         try:
             real = os.path.realpath(os.path.join(self._real_root, file))
         except OSError as error:  # a link that is none any more when it is read
-            raise self._changed(file) from error
+            raise self.changed(file) from error
         if not real.startswith(self._real_root.rstrip(os.sep) + os.sep) and not self._is_blob(real):
             what = "a symbolic link leads out of the checkpoint"
             raise UnreadableError(what, where=file, hint="copy the file into the directory if you trust it")
@@ -304,7 +309,7 @@ class LocalSource(Source):
         is_same = (status.st_dev, status.st_ino) == (seen.st_dev, seen.st_ino)
         if not is_same or self._identities.setdefault(file, identity) != identity:
             os.close(descriptor)
-            raise self._changed(file)
+            raise self.changed(file)
         return descriptor
 
     def _open(self, path: str, flags: int) -> int:
@@ -350,11 +355,11 @@ class LocalSource(Source):
             try:
                 now = _identity(os.stat(self.path(file)))
             except (FileNotFoundError, NotADirectoryError) as error:
-                raise self._changed(file) from error
+                raise self.changed(file) from error
             except OSError as error:
                 raise _failed("look at", self.label(file), error) from error
             if now != identity:
-                raise self._changed(file)
+                raise self.changed(file)
 
     def close(self) -> None:
         """Close every descriptor."""
@@ -362,10 +367,6 @@ class LocalSource(Source):
         for descriptor in self._directories.values():
             os.close(descriptor)
         self._directories.clear()
-
-    def _changed(self, file: str) -> CkptError:
-        hint = "wait until its writer has finished, then run the command again"
-        return CkptError("the source changed while it was read", where=self.label(file), hint=hint)
 
 
 def short_file(where: str, offset: int, nbytes: int, found: int, *, what: str = "") -> UnreadableError:

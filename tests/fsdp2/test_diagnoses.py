@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from fsdp2 import breakages, threads
 from fsdp2.breakages import BREAKAGES, DISAGREEMENTS, SILENT, THREADS
 from fsdp2.ranks import RankLost, run_ranks
 
-from ckpt_tools.fsdp2.catalogue import CATALOGUE, render_catalogue
+from ckpt_tools.fsdp2.catalogue import CATALOGUE
 from ckpt_tools.fsdp2.compare_ranks import compare_traces
 from ckpt_tools.fsdp2.diagnose import Diagnosis, diagnose
 from ckpt_tools.fsdp2.watch import read_traces
 
-ROOT = Path(__file__).resolve().parents[2]
 NOT_ON_THIS_TORCH: dict[str, str] = {}
 """Diagnosis → why CPU ranks of the tested PyTorch cannot show it. All can."""
 
@@ -142,8 +139,3 @@ def test_catalogue_every_id_has_a_broken_model():
     shown = {breakage.id for breakage in BREAKAGES.values()} | {code for code, _, _ in SILENT.values()}
     shown |= {name for name in DISAGREEMENTS if name in CATALOGUE}
     assert shown | set(NOT_ON_THIS_TORCH) == set(CATALOGUE)
-
-
-def test_catalogue_page_is_what_the_code_says():
-    page = ROOT / "docs" / "reference" / "diagnoses.md"
-    assert page.read_text(encoding="utf-8") == render_catalogue()

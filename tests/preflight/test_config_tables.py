@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -14,17 +15,19 @@ from preflight.rule_cases import NAMES, RIGHT, text_of
 from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.configs import names
 from ckpt_tools.preflight.configs.document import Document, read_document
-from ckpt_tools.preflight.configs.field_rows import FieldRow, ReaderInput
+from ckpt_tools.preflight.configs.field_rows import _SHARED, FieldRow, ReaderInput
 from ckpt_tools.preflight.configs.names import known, newest_release
 from ckpt_tools.preflight.configs.read import READERS
 from ckpt_tools.preflight.configs.schema import OptionSection
+from ckpt_tools.preflight.plain_values import read_rows
 from ckpt_tools.preflight.spec import Engine, ParallelSpec
 
 SFT = {
     "an engine": {"defaults": [{"engine@engine": "fsdp"}], "model": {"path": "m"}},
     "none": {"model": {"partial_pretrain": "m"}},
+    "Megatron": {"actor_rollout_ref": {"actor": {"strategy": "megatron"}}},
 }
-"""verl's two SFT trainers."""
+"""verl's two SFT trainers, and PPO on another engine."""
 
 
 def sources(folder: Path) -> Iterator[tuple[str, ReaderInput]]:
@@ -33,7 +36,7 @@ def sources(folder: Path) -> Iterator[tuple[str, ReaderInput]]:
         path.write_text(text_of(framework, values))
         yield framework, READERS[framework].prepare(read_document(str(path)))
     for name, values in SFT.items():
-        yield f"verl, SFT with {name}", READERS["verl"].prepare(Document(path="sft.yaml", values=values))
+        yield f"verl with {name}", READERS["verl"].prepare(Document(path="sft.yaml", values=values))
 
 
 def rows_of(source: ReaderInput) -> Iterator[tuple[str, FieldRow[Any]]]:
@@ -67,6 +70,25 @@ def test_options_of_rows_are_read_under_these_names(tmp_path: Path) -> None:
         model = type(source.part(source.model()))
         for row, one in rows_of(source):
             assert [path for path in one.options if not has_option(model, path)] == [], (name, row)
+
+
+def tables_and_functions() -> Iterator[tuple[str, set[str]]]:
+    """Yield the tables that the readers make, and the functions that they hand in."""
+    for path in Path(names.__path__[0]).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "read_table":
+                yield ast.literal_eval(node.args[0]), {str(word.arg) for word in node.keywords}
+
+
+def test_words_of_the_tables_are_those_that_there_are() -> None:
+    rows = read_rows("ckpt_tools.preflight.configs", "fields.tsv")
+    handed = dict(tables_and_functions())
+    assert handed.keys() == {row["table"] for row in rows}
+    for table, functions in handed.items():
+        own = [row for row in rows if row["table"] == table]
+        assert functions == {row["value"] for row in own} - {"-", "elsewhere", *(_SHARED.keys() - functions)}, table
+        assert len({row["fields"] for row in own}) == len(own), table
+        assert {engine for row in own for engine in row["engines"].split()} <= {"-", *get_args(Engine)}, table
 
 
 @pytest.mark.parametrize("framework", RIGHT)

@@ -39,7 +39,7 @@ from ckpt_tools.errors import UnreadableError
 from ckpt_tools.preflight.configs import read_config
 from ckpt_tools.preflight.match import look_at_model
 from ckpt_tools.preflight.model_facts import ModelFacts, Quantization, facts_of, read_facts
-from ckpt_tools.preflight.rules import CATALOGUE, RULES, check_rules, render_rules
+from ckpt_tools.preflight.rules import CATALOGUE, RULES, check_rules
 from ckpt_tools.preflight.spec import ParallelSpec
 
 
@@ -242,8 +242,8 @@ def test_facts_come_from_the_config_alone_without_torch(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model", LLAMA)
     code = (
         "import sys; from ckpt_tools.preflight.model_facts import read_facts;"
-        "from ckpt_tools.preflight.rules import check_rules, render_rules;"
-        f"facts = read_facts({path!r}); render_rules();"
+        "from ckpt_tools.preflight.rules import check_rules;"
+        f"facts = read_facts({path!r});"
         "print(facts.num_heads, facts.num_kv_heads, facts.blocks, facts.module_classes);"
         "assert not {'torch', 'transformers', 'accelerate', 'typer'} & set(sys.modules)"
     )
@@ -321,16 +321,6 @@ def test_facts_of_an_unknown_model_are_those_of_its_config(tmp_path: Path) -> No
 
 
 # Documentation
-
-
-def test_reference_names_every_rule_once() -> None:
-    page = render_rules()
-    for one in RULES:
-        assert page.count(f"### {one.id}: {one.title}\n") == 1
-        assert one.why in page
-        assert one.fix in page
-    assert "\n\n\n" not in page
-    assert page.endswith(".\n")
 
 
 def test_rules_of_the_catalogue_say_why_and_what_to_do() -> None:

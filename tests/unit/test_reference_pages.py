@@ -12,12 +12,14 @@ from bin_lib import bin_modules
 import ckpt_tools
 from ckpt_tools.cli.app import _load
 from ckpt_tools.cli.commands import COMMANDS
+from ckpt_tools.fsdp2.catalogue import CATALOGUE
+from ckpt_tools.preflight.rules import RULES
 
 
 @pytest.fixture(scope="module")
 def pages() -> Any:
-    cli, api = bin_modules("cli_pages", "api_pages")
-    return type("Pages", (), {"cli": cli.render(), "api": api.render()})
+    cli, api, tables = bin_modules("cli_pages", "api_pages", "tables_pages")
+    return type("Pages", (), {"cli": cli.render(), "api": api.render(), "tables": tables})
 
 
 def _sections(page: str, mark: str) -> dict[str, str]:
@@ -53,3 +55,19 @@ def test_api_page_describes_what_the_command_line_does_not_take(pages: Any) -> N
 def test_what_all_commands_take_is_described_apart(pages: Any) -> None:
     shared = pages.cli.partition("## Shared options")[2].partition("\n## ")[0]
     assert all(f"{option}`: " in shared for option in ("--json", "--quiet", "--verbose"))
+
+
+def test_rules_page_names_every_rule_once(pages: Any) -> None:
+    page = pages.tables.render_rules()
+    for one in RULES:
+        assert page.count(f"### {one.id}: {one.title}\n") == 1
+        assert one.why in page
+        assert one.fix in page
+    assert "\n\n\n" not in page
+    assert page.endswith(".\n")
+
+
+def test_diagnoses_page_has_every_id_and_is_what_the_code_says(pages: Any) -> None:
+    page = pages.tables.render_diagnoses()
+    assert (LIB.parents[1] / "docs" / "reference" / "diagnoses.md").read_text(encoding="utf-8") == page
+    assert [line.removeprefix("## ") for line in page.splitlines() if line.startswith("## ")] == list(CATALOGUE)

@@ -8,7 +8,6 @@ Source: CPython `Lib/pickle.py` and `Lib/pickletools.py` (protocols 0 to 5).
 from __future__ import annotations
 
 import codecs
-import os
 import pickletools
 import re
 from collections import Counter
@@ -16,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, BinaryIO, Literal, NamedTuple
+
+from ckpt_tools.tables import read_packaged
 
 Verdict = Literal["dangerous", "unknown", "torch"]
 VERDICTS: tuple[Verdict, ...] = ("dangerous", "unknown", "torch")  # The worst first
@@ -118,8 +119,7 @@ class Walk:
 @cache
 def _table() -> tuple[frozenset[str], re.Pattern[str], frozenset[str], re.Pattern[str]]:
     """Return the plain names and the pattern of the others: of what is dangerous, and of what is harmless."""
-    with open(os.path.join(os.path.dirname(__file__), "_pickle_names.txt"), encoding="utf-8") as file:
-        dangerous, harmless = file.read().split("\n[")[1:]
+    dangerous, harmless = read_packaged(__package__, "_pickle_names.txt").split("\n[")[1:]
     return *_section(dangerous, ".*"), *_section(harmless, r"(?:.*\.)?_*[A-Z][^.]*")
 
 

@@ -15,15 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from ckpt_tools.checkpoint.dtypes import BY_TORCH_NAME, DType
-from ckpt_tools.checkpoint.entries import (
-    ByteSpan,
-    Census,
-    Chunk,
-    KeyPath,
-    TensorEntry,
-    fqn_problem,
-    is_possible_shape,
-)
+from ckpt_tools.checkpoint.entries import ByteSpan, Census, Chunk, KeyPath, TensorEntry, fqn_problem, is_possible_shape
 from ckpt_tools.checkpoint.formats._pickle_values import KEY, GlobalName, Record
 from ckpt_tools.checkpoint.formats._torch_file import TorchFile
 from ckpt_tools.checkpoint.formats._torch_tensor import (

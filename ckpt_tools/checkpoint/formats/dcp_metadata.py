@@ -469,13 +469,10 @@ class _MetadataWriter:
 
     def _once(self, what: object, opcodes: bytes) -> bytes:
         """Return `opcodes` the first time and a BINGET of their value from then on."""
-        self._seen[what] = self._get(self._next)
+        index = self._next
+        self._seen[what] = b"h%c" % index if index < 256 else b"j" + index.to_bytes(4, "little")
         self._next += 1
         return opcodes + b"\x94"
-
-    @staticmethod
-    def _get(index: int) -> bytes:
-        return b"h%c" % index if index < 256 else b"j" + index.to_bytes(4, "little")
 
     def _string(self, text: str) -> bytes:
         known = self._seen.get(text)

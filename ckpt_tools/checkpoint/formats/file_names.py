@@ -8,7 +8,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 
+from ckpt_tools.tables import read_rows
 from ckpt_tools.text import counted, first_few
 
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -75,52 +77,14 @@ class PartName:
     names: re.Pattern[str]  # Of the whole path; group `i` is the number of the part, `n` of how many
     what: str  # Whose parts they are
     whole: str  # How to make the whole of them
-    first: int = 0
+    first: int  # The number of the first
 
 
-_MEGATRON = "load it with Megatron-LM and --ckpt-convert-format torch_dist --ckpt-convert-save NEW, and use NEW"
-_OF = r"(?P<stem>.*?)[-_.]?(?P<i>\d{1,6})-of-(?P<n>\d{1,6})(?P<end>\.[\w.]+)"
-PART_NAMES = (
-    PartName(
-        re.compile(rf"(?:.*/)?{_OF}"),
-        "one of several files of a model",
-        "pass the directory with all files and their index (*.index.json); download those that are missing",
-        1,
-    ),
-    PartName(
-        re.compile(r"(?:.*/)?(?P<stem>consolidated)\.(?P<i>\d{2,3})\.pth"),
-        "one tensor-parallel part of Meta's own files",
-        "join them with transformers' convert_llama_weights_to_hf.py, or start from the model's Hub format",
-    ),
-    PartName(
-        re.compile(r"(?:.*/)?(?P<stem>mp_rank|tp_rank|pp_rank)_(?P<i>\d{2,3})(?P<more>(?:_\w+?)*)/[^/]+"),
-        "one part of a model that Megatron or NeMo split by tensor or pipeline parallelism",
-        _MEGATRON,
-    ),
-    PartName(
-        re.compile(
-            r"(?:.*/)?(?:(?P<stem>mp_rank)_(?P<i>\d{2,3})|layer_(?P<j>\d+)-model_\d+)(?P<end>[-_]model_states\.pt)"
-        ),
-        "one part of a model that DeepSpeed split by tensor or pipeline parallelism",
-        "load it with the trainer, and save the whole model",
-    ),
-    PartName(
-        re.compile(r"(?:.*/)?(?P<stem>.+?)[-_.]shard-?(?P<i>\d{1,5})(?P<end>\.\w+)"),
-        "one fairscale or fairseq shard",
-        "join them with fairscale's consolidate_shard_weights, or metaseq's consolidate_fsdp_shards",
-    ),
-    PartName(
-        re.compile(r"(?:.*/)?(?P<stem>.+?)[-_.]rank[-_]?(?P<i>\d{1,6})(?P<end>\.\w+)"),
-        "one rank's part of a model",
-        "save with a full state dict (Composer: fsdp_state_dict_type full), or pass the directory where ckpt reads it",
-    ),
-    PartName(
-        re.compile(r"(?:.*/)?(?P<stem>hf_model)_(?P<i>\d{4})(?P<end>_\d+\.pt)"),
-        "one of the files that torchtune writes of a model",
-        "join them: torch.load each with weights_only=True, update one dict with all, and torch.save it",
-        1,
-    ),
-)
+@cache
+def _part_names() -> tuple[PartName, ...]:
+    """Return the rows of `part_names.tsv`."""
+    rows = read_rows(__package__, "part_names.tsv")
+    return tuple(PartName(re.compile(row["names"]), row["what"], row["whole"], int(row["first"])) for row in rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +101,7 @@ def read_part_name(path: str) -> NamedPart | None:
     """Return what the name of a file, below its directory, says of a part; None for any other name."""
     if not is_weights(path):
         return None
-    for kind in PART_NAMES:
+    for kind in _part_names():
         if (match := kind.names.fullmatch(path)) is not None:
             groups = match.groupdict()
             count = int(groups["n"]) if groups.get("n") else None

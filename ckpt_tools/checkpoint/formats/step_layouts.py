@@ -20,6 +20,7 @@ from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME
 from ckpt_tools.checkpoint.formats.trainer_contracts import describe
 from ckpt_tools.checkpoint.identity import TrainerName
 from ckpt_tools.storage.journal import JOURNAL_NAME
+from ckpt_tools.tables import read_rows
 from ckpt_tools.text import counted, first_few
 
 Holds = Literal["model", "optimizer"]
@@ -120,45 +121,21 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerLayout:
-    """What a trainer starts from."""
+    """What a trainer starts from: a row of `step_layouts.tsv`, which says what they are."""
 
-    names: str = "auto"  # As `--names` of `shard`
-    prefix: str = ""  # In front of every name
-    part: str = ""  # Directory of the model; "" where the checkpoint itself is it
-    start: str = ""  # How the trainer loads it, for people
-    refusal: str = ""  # Why there is nothing that ckpt could write for it
-    instead: str = ""  # What to do then
+    trainer: str
+    names: str
+    prefix: str
+    part: str
+    start: str
+    refusal: str
+    instead: str
 
 
-TRAINERS: Mapping[TrainerName, TrainerLayout] = {
-    "accelerate": TrainerLayout(
-        prefix="model.",
-        part=MODEL_PART,
-        start="accelerate.utils.load_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, {destination!r}) "
-        "loads it after prepare(); load_state also needs an optimizer",
-    ),
-    "trainer": TrainerLayout(
-        prefix="model.",
-        part=MODEL_PART,
-        start="load_fsdp_model(trainer.accelerator.state.fsdp_plugin, trainer.accelerator, model, {destination!r}) "
-        "loads it, in a callback's on_train_begin; resume_from_checkpoint needs a step that the Trainer saved",
-    ),
-    "torchtitan": TrainerLayout(
-        names="torchtitan", start="checkpoint.initial_load_path = {destination!r} starts from this checkpoint"
-    ),
-    "lightning": TrainerLayout(
-        prefix="state_dict.",
-        start='dcp.load({{"state_dict": state}}, checkpoint_id={destination!r}) loads it, with state = '
-        "get_model_state_dict(module); where the module keeps the model as self.model, add --prefix state_dict.model.",
-    ),
-    "verl": TrainerLayout(
-        refusal="verl loads a model in its Hub format, and resumes only from its own rank files, which reshard writes "
-        "only from a verl step",
-        instead="set actor_rollout_ref.model.path to {source}",
-    ),
-    "plain": TrainerLayout(),
-}
-"""Value of `--for` → what is written."""
+def trainer_layout(trainer: TrainerName) -> TrainerLayout:
+    """Return the row of a trainer in `step_layouts.tsv`."""
+    row = next(row for row in read_rows(__package__, "step_layouts.tsv") if row["trainer"] == trainer)
+    return TrainerLayout(**{name: "" if text == "-" else text for name, text in row.items()})
 
 
 def find_step(files: Mapping[str, int]) -> Step | None:

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 from ckpt_tools.checkpoint.formats._torch_file import is_torch_file
 from ckpt_tools.checkpoint.formats.file_names import (
@@ -23,6 +24,7 @@ from ckpt_tools.checkpoint.formats.file_names import (
 )
 from ckpt_tools.checkpoint.formats.table import detect_format
 from ckpt_tools.errors import ForeignLayoutError, UnreadableError
+from ckpt_tools.tables import read_rows
 from ckpt_tools.text import first_few
 
 _PICKLED = (*PICKLES, ".pkl", ".tar")
@@ -35,44 +37,6 @@ _MEGATRON_PART = re.compile(r"([^/]+/)?mp_rank_\d+(_\d+)*/(model_optim_rng|distr
 _RANK_FILE = re.compile(
     r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt|(pytorch_model_fsdp|optimizer)(_\d+)?_rank\d+\.bin"
 )
-_WITH_TF = "load it with transformers 4 (from_tf=True), which still can, and save it as safetensors"
-_WITH_FLAX = "load it with transformers 4 (from_flax=True), which still can, and save it as safetensors"
-_WITH_NUMPY = "numpy.load gives the arrays: write them with safetensors.numpy.save_file"
-_ENDINGS = (
-    (".onnx", "an ONNX graph", "convert the model that it was exported from"),
-    (".pdparams", "Paddle weights", "paddle.load gives the tensors: write them with safetensors.paddle.save_file"),
-    (".msgpack", "flax weights (msgpack)", _WITH_FLAX),
-    (".npz", "numpy or MLX arrays (npz)", _WITH_NUMPY),
-    (".keras", "a Keras model", "keras.models.load_model reads it: write its weights with safetensors"),
-    (
-        ".nemo",
-        "a NeMo 1 archive",
-        "unpack it (tar -xf) and pass its model_weights.ckpt, or the directory model_weights",
-    ),
-)
-"""How the name of a file ends → (what it is, what to do)."""
-_MAGIC = (
-    (0, b"GGUF", "a GGUF file", "gather or export from the checkpoint that it was converted from"),
-    (0, b"\x89HDF\r\n\x1a\n", "an HDF5 file", "load it with the library that wrote it, and save it as safetensors"),
-    (0, b"version https://git-lfs", "a Git LFS pointer, not the file itself", "fetch it with git lfs pull"),
-    (0, b"\x1f\x8b", "a gzip file", "unpack it, and pass what is in it"),
-    (0, b"\x93NUMPY", "a numpy array", _WITH_NUMPY),
-    (0, b"sys_info\0", "a tar that torch before 0.1.10 saved", "load it with torch.load, and save it again"),
-    (257, b"ustar", "a tar archive", "unpack it (tar -xf), and pass what is in it"),
-)
-"""(where in a file, bytes there, what it is, what to do)"""
-_DIRECTORIES = (
-    (r"([^/]+/)?[^/]+/\.zarray", "a Megatron checkpoint in zarr, which Megatron no longer reads either",
-        "load it with a megatron-core before 0.16 and save it with --dist-ckpt-format torch_dist"),
-    (r"(.+/)?(manifest\.ocdbt|_CHECKPOINT_METADATA)", "an Orbax checkpoint (MaxText, flax)",
-        "export safetensors with the trainer (MaxText: to_huggingface.py)"),
-    (r".*\.ckpt-\d+\.index", "a TensorFlow checkpoint", _WITH_TF),
-    (r"(.+/)?saved_model\.pb", "a TensorFlow SavedModel", _WITH_TF),
-    (r"tf_model\.h5", "TensorFlow weights (HDF5)", _WITH_TF),
-    (r"[^/]+\.gguf", "GGUF files", _MAGIC[0][3]),
-    *((rf"[^/]*{re.escape(ending)}", what, hint) for ending, what, hint in _ENDINGS),
-)  # fmt: skip
-"""(a name of a file in it, what the directory holds, what to do)"""
 
 
 def explain(files: Mapping[str, int], path: str) -> UnreadableError:
@@ -96,9 +60,9 @@ def explain(files: Mapping[str, int], path: str) -> UnreadableError:
         shown = ", ".join(found[-4:])
         what = f"a directory of checkpoints, not a checkpoint (it holds {shown})"
         return UnreadableError(what, where=path, hint=f"use {path}/{found[-1]}")
-    for pattern, what, hint in _DIRECTORIES:
-        if any(map(re.compile(pattern).fullmatch, files)):
-            return ForeignLayoutError(f"{what}, which ckpt does not read", where=path, hint=hint)
+    for row in _known():
+        if _is_inside(row, files):
+            return ForeignLayoutError(f"{row['what']}, which ckpt does not read", where=path, hint=row["way_on"])
     for child in sorted(below, key=lambda child: (-_step(child)[0], child)):  # the latest; an actor before its critic
         error = explain(below[child], f"{path}/{child}")
         if error.hint != _READABLE:
@@ -109,6 +73,26 @@ def explain(files: Mapping[str, int], path: str) -> UnreadableError:
     return UnreadableError("no tensors here: neither .metadata nor safetensors files", where=path, hint=_READABLE)
 
 
+_known = partial(read_rows, __package__, "unsupported.tsv")
+
+
+def _is_inside(row: Mapping[str, str], files: Iterable[str]) -> bool:
+    """Does a file in a directory show that it is of the row's format?"""
+    if row["told_by"] == "ending":
+        return any("/" not in name and name.endswith(row["sign"]) for name in files)
+    return row["told_by"] == "inside" and any(map(re.compile(row["sign"]).fullmatch, files))
+
+
+def _is_file(row: Mapping[str, str], name: str, head: bytes) -> bool:
+    """Is a file of this name and these first bytes of the row's format?"""
+    if row["told_by"] == "ending":
+        return name.endswith(row["sign"])
+    word, _, at = row["told_by"].partition(" ")
+    return word == "byte" and head[int(at) :].startswith(
+        row["sign"].encode().decode("unicode_escape").encode("latin-1")
+    )
+
+
 def explain_file(path: str, head: bytes, *, otherwise: UnreadableError | None = None) -> UnreadableError:
     """Return the error for a single file that is no safetensors file, from its first bytes."""
     # There are `HEAD_BYTES` of them where it is that long. The error is `otherwise` for a file whose bytes say nothing.
@@ -117,10 +101,9 @@ def explain_file(path: str, head: bytes, *, otherwise: UnreadableError | None = 
     if is_torch_file(head):
         hint = f"rename it, or pass --from torch: {shlex.quote(path)}"
         return UnreadableError("a torch.save file with the name of another kind", where=path, hint=hint)
-    rows = [(what, hint) for ending, what, hint in _ENDINGS if name.endswith(ending)]
-    rows += [(what, hint) for at, magic, what, hint in _MAGIC if head[at:].startswith(magic)]
-    for what, hint in rows[:1]:
-        return UnreadableError(f"{what}, which ckpt does not read", where=path, hint=hint)
+    for row in _known():
+        if _is_file(row, name, head):
+            return UnreadableError(f"{row['what']}, which ckpt does not read", where=path, hint=row["way_on"])
     if len(head) > 2 and head[0] == 0x80 and 2 <= head[1] <= 5:
         return ForeignLayoutError("a bare pickle, which ckpt does not execute", where=path, hint=_CONVERT)
     if otherwise is not None:

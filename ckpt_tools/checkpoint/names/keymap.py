@@ -85,6 +85,7 @@ from ckpt_tools.checkpoint.names.keymap_lines import (
 from ckpt_tools.checkpoint.names.keymap_steps import Config, Copy, apply, has_size, size_of, undo
 from ckpt_tools.checkpoint.names.mosaic import Mosaic
 from ckpt_tools.errors import UsageError
+from ckpt_tools.tables import read_packaged
 from ckpt_tools.text import first_few
 
 T = TypeVar("T")
@@ -338,9 +339,8 @@ def parse_key_maps(text: str, *, where: str, is_own: bool = False) -> dict[str, 
 @cache
 def load_key_maps(convention: str) -> Mapping[str, KeyMap]:
     """Return the maps that come with ckpt: `model_type` or class of models → map."""
-    path = os.path.join(os.path.dirname(__file__), f"{convention}.txt")
-    with open(path, encoding="utf-8") as file:
-        return parse_key_maps(file.read(), where=path, is_own=True)
+    name = f"{convention}.txt"
+    return parse_key_maps(read_packaged(__package__, name), where=name, is_own=True)
 
 
 def of_weights(maps: Iterable[KeyMap], *, title: str) -> KeyMap:

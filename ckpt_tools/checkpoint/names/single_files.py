@@ -6,7 +6,6 @@ all that the family has are there, or nothing is converted.
 
 from __future__ import annotations
 
-import os
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from ckpt_tools.checkpoint.names.keymap_lines import Line, MapSection, Patterns,
 from ckpt_tools.checkpoint.names.keymap_steps import look_up
 from ckpt_tools.checkpoint.names.mosaic import Mosaic
 from ckpt_tools.errors import UsageError
+from ckpt_tools.tables import read_packaged
 from ckpt_tools.text import first_few
 
 CONVENTION = "comfyui"  # What `--names` calls the keys of single files
@@ -174,9 +174,8 @@ def _pattern(glob: str) -> re.Pattern[str]:
 @cache
 def load_families() -> tuple[SingleFileFamily, ...]:
     """Return the families that come with ckpt."""
-    path = os.path.join(os.path.dirname(__file__), "single_files.txt")
-    with open(path, encoding="utf-8") as file:
-        lines = file.read().splitlines()
+    name = "single_files.txt"
+    lines = read_packaged(__package__, name).splitlines()
     said: dict[str, dict[str, list[str]]] = {}
     for at, line in enumerate(lines):
         word, _, rest = line.partition(" ")
@@ -185,7 +184,7 @@ def load_families() -> tuple[SingleFileFamily, ...]:
         elif word in _WORDS:
             said[next(reversed(said))][word].append(rest)
             lines[at] = ""
-    maps = parse_key_maps("\n".join(lines), where=path, is_own=True)
+    maps = parse_key_maps("\n".join(lines), where=name, is_own=True)
     return tuple(_family(rows, maps[name].section) for name, rows in said.items())
 
 

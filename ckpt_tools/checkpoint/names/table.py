@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import cast
 
 from ckpt_tools.checkpoint.names.patterns import NUMBERS, Node, add, find, matches, merge, missing, prune, tree
 from ckpt_tools.checkpoint.names.transformers_renames import RenameRule
+from ckpt_tools.tables import read_packaged
 
 # The sections of the table of architectures, as they are written.
 #
@@ -366,5 +366,4 @@ def dig(config: Config | None, path: str) -> object:
 @cache
 def load_table() -> Table:
     """Return the table that comes with ckpt."""
-    with open(os.path.join(os.path.dirname(__file__), "transformers.txt"), encoding="utf-8") as file:
-        return Table(file.read())
+    return Table(read_packaged(__package__, "transformers.txt"))

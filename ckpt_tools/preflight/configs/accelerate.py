@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.preflight.configs.deepspeed import OFFLOAD_DEVICES, read_deepspeed, zero_strategy
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.configs.field_rows import Given, ReaderInput, Table, TrainerReader, named_by, row
+from ckpt_tools.preflight.configs.field_rows import Given, ReaderInput, Table, TrainerReader, read_table, row
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     PluginDefaults,
-    plugin_mesh_row,
+    plugin_mesh,
     plugin_rows,
     v1_strategy,
     v2_strategy,
@@ -30,7 +30,6 @@ DEFAULTS = PluginDefaults(
 )
 """Source: the defaults of `accelerate launch`'s command line, which the file overrides."""
 _AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
-_SIZES = "parallelism_config.parallelism_config_{}_size"
 _NO_ENGINE = ("", "NO")
 _ASKED_FOR = -1  # `num_processes` that the launcher is to be told. Source: `ClusterConfig`, `_validate_launch_command`.
 
@@ -91,21 +90,9 @@ def _zero(given: Given) -> tuple[str | None, bool, bool]:
     return zero_strategy(stage), devices[0] in OFFLOAD_DEVICES, devices[1] in OFFLOAD_DEVICES
 
 
-_TABLE: Table = {
-    "engine": row("distributed_type", value=_engine),
-    "world_size": row("num_processes", value=_world_size),
-    **{f"axes.{axis}": row(_SIZES.format(axis)) for axis in _AXES},
-    "axes": row(value=_axes),
-    "mesh": plugin_mesh_row(),
-    "param_dtype reduce_dtype master_dtype": row("mixed_precision", value=_dtypes),
-}
+_TABLE = read_table("accelerate", engine=_engine, world_size=_world_size, axes=_axes, mesh=plugin_mesh, dtypes=_dtypes)
 _BY_ENGINE: Mapping[Engine, Table] = {
-    "deepspeed": {
-        "strategy offload_params offload_optimizer": row(value=_zero),
-        "strategy": named_by("deepspeed_config.zero_stage"),
-        "offload_params": named_by("deepspeed_config.offload_param_device"),
-        "offload_optimizer": named_by("deepspeed_config.offload_optimizer_device"),
-    },
+    "deepspeed": read_table("accelerate.deepspeed", zero=_zero),
     **plugin_rows(
         DEFAULTS,
         offload=row("fsdp_config.offload_params", default=False),

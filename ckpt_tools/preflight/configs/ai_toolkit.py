@@ -15,16 +15,7 @@ from typing import Any
 
 from ckpt_tools.checkpoint.entries import Finding, Severity
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.configs.field_rows import (
-    FSDP,
-    Given,
-    ReaderInput,
-    Table,
-    TrainerReader,
-    mesh_row,
-    named_by,
-    row,
-)
+from ckpt_tools.preflight.configs.field_rows import Given, ReaderInput, TrainerReader, read_table
 from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.schema import section
 from ckpt_tools.preflight.plain_values import dtype_name, find_value
@@ -94,33 +85,18 @@ def _quantize(given: Given) -> str | None:
     return (model.qtype or "qfloat8").partition("|")[0] if model.quantize else None
 
 
-_DTYPES = ("train.fsdp_mixed_precision", "train.dtype")
-_TABLE: Table = {
-    "engine": row("train.dist_mode", value=_engine),
-    "axes.dp_shard": named_by("train.fsdp_sharding"),
-    "axes": row(value=_axes),
-    "mesh": mesh_row(),
-    "strategy": row(
-        "train.fsdp_sharding", value=lambda given: f"{given.raw.train.fsdp_sharding or 'full'}_shard", engines=FSDP
-    ),
-    "reshard_after_forward": row(default=True, engines=FSDP),
-    "param_dtype": row(*_DTYPES, value=_compute),
-    "reduce_dtype": row(*_DTYPES, value=_compute, engines=FSDP),
-    "master_dtype": row(
-        value=lambda given: "f32" if _network(given) is not None else dtype_name(given.raw.train.dtype or "fp32")
-    ),
-    "offload_params": row("train.fsdp_cpu_offload", default=False, engines=FSDP),
-    "activation_checkpointing": row("train.gradient_checkpointing", default=True),
-    "wrap_classes": row("train.fsdp_auto_wrap", value=_wrap_classes, engines=FSDP),
-    "wraps_blocks": row(value=_wraps_blocks, engines=FSDP),
-    "adapter": row("network.linear", "network.rank", "network.type", value=_adapter),
-    "quantize": row("model.quantize", value=_quantize),
-    "optimizer": row("train.optimizer", default="adamw"),
-    "batch_size": row("train.batch_size", default=1),
-    "state_dict_type": row(default="SHARDED_STATE_DICT", engines=FSDP),
-    "model": row("model.name_or_path"),
-    "resume_from": row("network.pretrained_lora_path"),
-}
+_TABLE = read_table(
+    "ai-toolkit",
+    engine=_engine,
+    axes=_axes,
+    strategy=lambda given: f"{given.raw.train.fsdp_sharding or 'full'}_shard",
+    compute=_compute,
+    master_dtype=lambda given: "f32" if _network(given) is not None else dtype_name(given.raw.train.dtype or "fp32"),
+    wrap_classes=_wrap_classes,
+    wraps_blocks=_wraps_blocks,
+    adapter=_adapter,
+    quantize=_quantize,
+)
 
 
 def _check(given: Given) -> None:

@@ -11,17 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckpt_tools.preflight.configs.deepspeed import deepspeed_rows
-from ckpt_tools.preflight.configs.field_rows import Given, ReaderInput, Table, TrainerReader, mesh_row, named_by, row
-from ckpt_tools.preflight.configs.fsdp_plugin import (
-    SECTION,
-    plugin_rows,
-    resumed_from,
-    without_prefix,
-)
+from ckpt_tools.preflight.configs.field_rows import Given, ReaderInput, Table, TrainerReader, read_table, row
+from ckpt_tools.preflight.configs.fsdp_plugin import SECTION, plugin_rows, without_prefix
 from ckpt_tools.preflight.configs.schema import section
 from ckpt_tools.preflight.configs.trainer import DEFAULTS
 from ckpt_tools.preflight.plain_values import as_truth, find_value
-from ckpt_tools.preflight.spec import AdapterSpec, Engine
+from ckpt_tools.preflight.spec import AdapterSpec, Engine, build_mesh
 
 _QUANTIZED = {"load_in_4bit": "nf4", "load_in_8bit": "int8", "gptq": "gptq"}
 ORDER = ("ep", "dp_replicate", "dp_shard", "cp", "tp")  # Rank order
@@ -89,34 +84,17 @@ def _adapter(given: Given) -> AdapterSpec | None:
     return AdapterSpec(kind=kind, rank=raw.lora_r, alpha=raw.lora_alpha, targets=targets)
 
 
-_TABLE: Table = {
-    "engine": row("fsdp_config", "fsdp", "deepspeed", value=_engine),
-    "axes.ep": row("expert_parallel_size"),
-    "axes.cp": row(
-        "context_parallel_size",
-        "sequence_parallel_degree",
-        value=lambda given: given.raw.context_parallel_size or given.raw.sequence_parallel_degree,
-    ),
-    "axes.tp": row("tensor_parallel_size"),
-    "axes.dp_replicate": row("dp_replicate_size"),
-    "axes.dp_shard": row("dp_shard_size"),
-    "axes": row(value=_axes),
-    "mesh": mesh_row(ORDER),
-    "strategy reshard_after_forward": named_by("fsdp_config.reshard_after_forward"),
-    "offload_params": named_by("fsdp_config.offload_params"),
-    "param_dtype reduce_dtype master_dtype": row("bf16", "bfloat16", "fp16", "float16", "fp8", value=_dtypes),
-    "activation_checkpointing": row("gradient_checkpointing", "activation_checkpointing", value=_recomputes),
-    "adapter": row("lora_r", "adapter", value=_adapter),
-    "quantize": row(
-        *_QUANTIZED,
-        value=lambda given: next((kind for name, kind in _QUANTIZED.items() if getattr(given.raw, name)), None),
-    ),
-    "optimizer": row("optimizer", default="adamw_torch_fused"),
-    "seq_len": row("sequence_len", default=512),
-    "batch_size": row("micro_batch_size", default=1),
-    "model": row("base_model"),
-    "resume_from": row("resume_from_checkpoint", value=resumed_from),
-}
+_TABLE = read_table(
+    "axolotl",
+    engine=_engine,
+    cp=lambda given: given.raw.context_parallel_size or given.raw.sequence_parallel_degree,
+    axes=_axes,
+    mesh=lambda given: build_mesh(given.spec.axes, given.spec.world_size, order=ORDER),
+    dtypes=_dtypes,
+    recomputes=_recomputes,
+    adapter=_adapter,
+    quantize=lambda given: next((kind for name, kind in _QUANTIZED.items() if getattr(given.raw, name)), None),
+)
 # axolotl hands its options on to TrainingArguments, whose defaults count.
 _BY_ENGINE: Mapping[Engine, Table] = {
     "deepspeed": deepspeed_rows(),

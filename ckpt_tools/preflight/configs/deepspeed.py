@@ -15,18 +15,8 @@ from collections.abc import Mapping
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.preflight.configs.document import Document, find_file, read_document
-from ckpt_tools.preflight.configs.field_rows import (
-    FieldRow,
-    Given,
-    ReaderInput,
-    Table,
-    TrainerReader,
-    mesh_row,
-    row,
-    value_at,
-)
+from ckpt_tools.preflight.configs.field_rows import Given, ReaderInput, Table, TrainerReader, read_table, row, value_at
 from ckpt_tools.preflight.configs.schema import section
-from ckpt_tools.preflight.spec import Engine
 
 # DeepSpeed's own JSON, as Trainer, axolotl and accelerate are told of it: a path, or its content.
 # Source: DeepSpeed's "Configuration JSON" (`zero_optimization`); `transformers/integrations/deepspeed.py`, which opens
@@ -66,7 +56,7 @@ def read_deepspeed(given: Given, option: str, value: object) -> Stage:
 
 def deepspeed_rows(option: str = "deepspeed") -> Table:
     """Return the rows of what an option says."""
-    read: FieldRow = row(value=lambda given: read_deepspeed(given, option, value_at(given.raw, option)))
+    read = row(value=lambda given: read_deepspeed(given, option, value_at(given.raw, option)))
     return {"strategy offload_params offload_optimizer": read}
 
 
@@ -105,23 +95,14 @@ def _mesh_axes(given: Given) -> dict[str, int]:
     return {"dp_shard" if _stage(given) else "dp_replicate": -1, **({"tp": width} if width > 1 else {})}
 
 
-def _offload_row(option: str) -> FieldRow:
-    path = f"zero_optimization.{option}.device"
-    return row(path, value=lambda given: value_at(given.raw, path) in OFFLOAD_DEVICES)
-
-
-_ENGINE: Engine = "deepspeed"
-_TABLE: Table = {
-    "engine": row(default=_ENGINE),
-    "axes": row("tensor_parallel.autotp_size", value=_mesh_axes),
-    "mesh": mesh_row(),
-    "strategy": row("zero_optimization.stage", value=lambda given: zero_strategy(_stage(given))),
-    "offload_params": _offload_row("offload_param"),
-    "offload_optimizer": _offload_row("offload_optimizer"),
-    "param_dtype reduce_dtype master_dtype": row("bf16.enabled", "fp16.enabled", value=_dtypes),
-    "optimizer": row("optimizer.type", default="adamw"),
-    "batch_size": row("train_micro_batch_size_per_gpu"),
-}
+_TABLE = read_table(
+    "deepspeed",
+    axes=_mesh_axes,
+    strategy=lambda given: zero_strategy(_stage(given)),
+    offload_params=lambda given: given.raw.zero_optimization.offload_param.device in OFFLOAD_DEVICES,
+    offload_optimizer=lambda given: given.raw.zero_optimization.offload_optimizer.device in OFFLOAD_DEVICES,
+    dtypes=_dtypes,
+)
 
 
 def _without_auto(values: Mapping[str, object], found: list[str], path: str = "") -> dict[str, object]:

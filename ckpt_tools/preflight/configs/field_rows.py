@@ -1,4 +1,4 @@
-"""What a trainer's reader is made of: a table with a row for each field of the spec.
+"""What a trainer's reader is made of: a table, rows of `fields.tsv`, with one for each field of the spec.
 
 A row names the options that say the field, what it is where none is given, and a function where it takes more than the
 first of them that is given. The value and the key that messages name come from the same row.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from types import MappingProxyType
+from typing import Any, get_args
 
 from pydantic import AliasChoices
 
@@ -16,10 +18,12 @@ from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.configs.config import Config, Options
 from ckpt_tools.preflight.configs.document import Document
+from ckpt_tools.preflight.configs.launch import launched_ranks
 from ckpt_tools.preflight.configs.names import gone, installed_and_listed
 from ckpt_tools.preflight.configs.schema import OptionSection, Spell, validate
-from ckpt_tools.preflight.plain_values import find_value, is_variable
-from ckpt_tools.preflight.spec import ORDER, Engine, ParallelSpec, build_mesh, sharding_strategy
+from ckpt_tools.preflight.plain_values import as_truth, find_value, is_variable
+from ckpt_tools.preflight.spec import Engine, ParallelSpec, build_mesh, sharding_strategy
+from ckpt_tools.tables import read_rows
 from ckpt_tools.text import first_few
 
 FSDP: tuple[Engine, ...] = ("fsdp1", "fsdp2")
@@ -61,7 +65,7 @@ class FieldRow:
 
     options: tuple[str, ...] = ()  # Options that say it; the first that is given counts, and is named in messages
     default: object = None
-    value: Callable[[Given], object] | None = None
+    value: Value | None = None
     """Its value, where that is not the first option's; of several fields, one for each."""
     engines: tuple[Engine, ...] = ()
     has_value: bool = True  # False: the options say something of the field, and its value comes from elsewhere
@@ -79,38 +83,58 @@ class FieldRow:
         return next((given.spell(key) for key in keys if find_value(given.values, key) is not None), None)
 
 
+Value = Callable[[Given], object]
 Table = Mapping[str, FieldRow]
 """Field of the spec (`axes.tp` for one axis; several with blanks between) → its row; a row may look at those above."""
 
 
-def row(
-    *options: str,
-    default: object = None,
-    value: Callable[[Given], object] | None = None,
-    engines: tuple[Engine, ...] = (),
-) -> FieldRow:
+def row(*options: str, default: object = None, value: Value | None = None) -> FieldRow:
     """Make a row; see `FieldRow`."""
-    return FieldRow(options=options, default=default, value=value, engines=engines)
+    return FieldRow(options=options, default=default, value=value)
 
 
-def named_by(*options: str) -> FieldRow:
-    """Make a row of a field whose value comes from elsewhere."""
-    return FieldRow(options=options, has_value=False)
+def read_table(name: str, places: Mapping[str, str] = MappingProxyType({}), **values: Value) -> Table:
+    """Make a table of `fields.tsv`; `values` are the functions that it names, `places` what stands for `{at}`."""
+    rows = (each for each in read_rows(__package__, "fields.tsv") if each["table"] == name)
+    return {each["fields"]: _row(each, places, values) for each in rows}
 
 
-def mesh_row(order: tuple[str, ...] = ORDER) -> FieldRow:
-    """Make the row of the mesh: `axes` over all ranks, in rank order."""
-    return row(value=lambda given: build_mesh(given.spec.axes, given.spec.world_size, order=order))
+def _row(written: Mapping[str, str], places: Mapping[str, str], values: Mapping[str, Value]) -> FieldRow:
+    options = () if written["options"] == "-" else tuple(written["options"].format_map(places).split())
+    default, name = written["default"], written["value"]
+    value = values.get(name)
+    if value is None and name not in ("-", "elsewhere"):
+        value = partial(_SHARED[name], next(iter(options), ""))
+    return FieldRow(
+        options=options,
+        default=int(default) if default.removeprefix("-").isdecimal() else _DEFAULTS.get(default, default),
+        value=value,
+        engines=tuple(engine for engine in get_args(Engine) if engine in written["engines"].split()),
+        has_value=name != "elsewhere",
+    )
 
 
-def reshard_row(option: str) -> FieldRow:
-    """Make the row of an FSDP2 strategy, where a missing option means that parameters are given back."""
+def _reshard(option: str, given: Given) -> tuple[str, bool]:
+    """Return an FSDP2 strategy, where a missing option means that parameters are given back."""
+    reshards = value_at(given.raw, option) is not False
+    return sharding_strategy(given.spec, reshards=reshards), reshards
 
-    def strategy(given: Given) -> tuple[str, bool]:
-        reshards = value_at(given.raw, option) is not False
-        return sharding_strategy(given.spec, reshards=reshards), reshards
 
-    return row(option, value=strategy, engines=FSDP)
+def _resumed(option: str, given: Given) -> object:
+    """Return the checkpoint to go on from; a bare `true` means the last one, which has no name yet."""
+    text = value_at(given.raw, option)
+    return None if as_truth(text) is not None else text
+
+
+_DEFAULTS: Mapping[str, object] = {"-": None, "true": True, "false": False, "()": ()}
+_SHARED: Mapping[str, Callable[[str, Given], object]] = {
+    "mesh": lambda _, given: build_mesh(given.spec.axes, given.spec.world_size),
+    "not": lambda option, given: not value_at(given.raw, option),
+    "ranks": lambda _, given: launched_ranks(given.document.commands),
+    "reshard": _reshard,
+    "resumed": _resumed,
+}
+"""Words of `fields.tsv` that every reader has: `axes` over all ranks, ranks that a launcher starts, …"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

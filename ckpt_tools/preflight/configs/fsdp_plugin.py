@@ -90,15 +90,11 @@ def plugin_rows(
     }
 
 
-def plugin_mesh_row() -> FieldRow:
-    """Make the row of the mesh; DeepSpeed makes the groups of its own sequence parallelism."""
-
-    def mesh(given: Given) -> Mesh | None:
-        spec = given.spec
-        is_other = spec.engine == "other" or spec.axes.get("sp", 1) > 1
-        return None if is_other else build_mesh(spec.axes, spec.world_size)
-
-    return row(value=mesh)
+def plugin_mesh(given: Given) -> Mesh | None:
+    """Return the mesh; DeepSpeed makes the groups of its own sequence parallelism."""
+    spec = given.spec
+    is_other = spec.engine == "other" or spec.axes.get("sp", 1) > 1
+    return None if is_other else build_mesh(spec.axes, spec.world_size)
 
 
 def v1_strategy(name: str) -> tuple[str, bool | None]:
@@ -112,9 +108,3 @@ def v2_strategy(given: Given, *, default: bool = True) -> tuple[str, bool | None
     reshard = given.raw.fsdp_config.reshard_after_forward
     after = default if reshard is None else as_truth(reshard)
     return sharding_strategy(given.spec, reshards=after is not False), after
-
-
-def resumed_from(given: Given) -> str | None:
-    """Return the checkpoint to go on from; a bare `true` means the last one, which has no name yet."""
-    text: str | None = given.raw.resume_from_checkpoint
-    return None if as_truth(text) is not None else text

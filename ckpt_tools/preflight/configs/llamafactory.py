@@ -16,18 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from ckpt_tools.preflight.configs.deepspeed import deepspeed_rows
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.configs.field_rows import (
-    Given,
-    ReaderInput,
-    Table,
-    TrainerReader,
-    mesh_row,
-    named_by,
-    reshard_row,
-    row,
-)
-from ckpt_tools.preflight.configs.fsdp_plugin import resumed_from
-from ckpt_tools.preflight.configs.launch import launched_ranks
+from ckpt_tools.preflight.configs.field_rows import Given, ReaderInput, Table, TrainerReader, read_table
 from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.schema import section
 from ckpt_tools.preflight.configs.trainer import (
@@ -94,15 +83,9 @@ def _optimizer(given: Given) -> str:
 
 _TABLE: Table = {
     **ARGUMENT_ROWS,
-    "engine": row("fsdp", "deepspeed", *_OTHER_ENGINES, value=_engine),
-    "param_dtype reduce_dtype master_dtype": row("bf16", "pure_bf16", "fp16", value=_dtypes),
-    "activation_checkpointing": row(
-        "disable_gradient_checkpointing", value=lambda given: not given.raw.disable_gradient_checkpointing
+    **read_table(
+        "llamafactory", engine=_engine, dtypes=_dtypes, adapter=_adapter, quantize=_quantize, optimizer=_optimizer
     ),
-    "adapter": row("lora_rank", "oft_rank", "finetuning_type", value=_adapter),
-    "quantize": row("quantization_bit", value=_quantize),
-    "optimizer": row("optim", *_OPTIMIZERS, "use_muon", value=_optimizer),
-    "seq_len": row("cutoff_len", default=2048),
 }
 
 
@@ -139,27 +122,14 @@ def _v1_quantize(given: Given) -> str | None:
     return bits.get(quant.quantization_bit, f"{quant.quantization_bit}bit")
 
 
-_V1_TABLE: Table = {
-    "world_size": row(value=lambda given: launched_ranks(given.document.commands)),
-    "engine": row("dist_config.name", value=_v1_engine),
-    "axes.dp_replicate": named_by("dist_config.mp_replicate_size"),
-    "axes.dp_shard": named_by("dist_config.mp_shard_size"),
-    "axes": row(value=_v1_axes),
-    "mesh": mesh_row(),
-    "axes.sp": row("dist_config.cp_size", default=1, engines=("fsdp2",)),
-    "strategy reshard_after_forward": reshard_row("dist_config.reshard_after_forward"),
-    "offload_params": row("dist_config.offload_params", default=False, engines=("fsdp2",)),
-    "param_dtype": row("bf16", value=lambda given: "f32" if given.raw.bf16 is False else "bf16"),
-    "reduce_dtype": row(default="f32", engines=("fsdp2",)),
-    "activation_checkpointing": row("enable_activation_checkpointing", default=True),
-    "adapter": row("peft_config.r", "peft_config.name", value=_v1_adapter),
-    "quantize": row("quant_config.quantization_bit", value=_v1_quantize),
-    "optimizer": row(default="adamw"),
-    "seq_len": row("cutoff_len", default=2048),
-    "batch_size": row("micro_batch_size", default=1),
-    "model": row("model"),
-    "resume_from": row("resume_from_checkpoint", value=resumed_from),
-}
+_V1_TABLE = read_table(
+    "llamafactory.v1",
+    engine=_v1_engine,
+    axes=_v1_axes,
+    param_dtype=lambda given: "f32" if given.raw.bf16 is False else "bf16",
+    adapter=_v1_adapter,
+    quantize=_v1_quantize,
+)
 
 
 def _program(command: Sequence[str], at: int) -> int:

@@ -18,7 +18,7 @@ from ckpt_tools.checkpoint.layout import Mesh
 from ckpt_tools.errors import UsageError
 from ckpt_tools.preflight.configs.deepspeed import zero_strategy
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.configs.field_rows import Given, ReaderInput, Table, TrainerReader, named_by, reshard_row, row
+from ckpt_tools.preflight.configs.field_rows import Given, ReaderInput, Table, TrainerReader, read_table
 from ckpt_tools.preflight.configs.launch import launched_ranks, lost_options, programs, several_commands
 from ckpt_tools.preflight.configs.names import known, newest_release
 from ckpt_tools.preflight.configs.schema import section
@@ -243,45 +243,27 @@ def _seq_len(given: Given) -> object:
     return _DEFAULTS.get(script, (None, None))[1]
 
 
-_TABLE: Table = {
-    "engine": row("backend", value=_engine),
-    "world_size": row("actor_num_gpus", "actor_num_nodes", value=_world_size),
-    "axes.tp": named_by("tp"),
-    "axes.cp": named_by("cp"),
-    "axes.sp": named_by("ring"),
-    "axes": row(value=_axes),
-    "mesh": row(value=_mesh),
-    "strategy": named_by("reshard", "zero_stage"),
-    "reshard_after_forward": named_by("reshard"),
-    "param_dtype": row("param_dtype", default="bf16"),
-    "reduce_dtype": row(
-        "param_dtype", value=lambda given: "f32" if given.spec.engine == "fsdp2" else given.spec.param_dtype
-    ),
-    "master_dtype": row("param_dtype", value=lambda _: "f32"),
-    "offload_params": row("cpu_offload", default=False, engines=("fsdp2",)),
-    "offload_optimizer": row("adam_offload", default=False),
-    "activation_checkpointing": row("checkpointing", default=False),
-    "adapter": row("lora_rank", value=_adapter),
-    "quantize": row("load_in_4bit", value=lambda given: "nf4" if given.raw.load_in_4bit else None),
-    "optimizer": row("optim", default="adam"),
-    "seq_len": row("max_len", "prompt_max_len", "generate_max_len", value=_seq_len),
-    "batch_size": row(
-        "micro_batch_size",
-        value=lambda given: given.raw.micro_batch_size or _DEFAULTS.get(_script(given), (None, None))[0],
-    ),
-    "model": row("model"),
-    "resume_from": row(
-        "load_checkpoint", "ckpt_path", value=lambda given: given.raw.ckpt_path if given.raw.load_checkpoint else None
-    ),
-}
+def _zero_strategy(given: Given) -> str | None:
+    return zero_strategy(2 if given.raw.zero_stage is None else given.raw.zero_stage)
+
+
+_TABLE = read_table(
+    "openrlhf",
+    engine=_engine,
+    world_size=_world_size,
+    axes=_axes,
+    mesh=_mesh,
+    reduce_dtype=lambda given: "f32" if given.spec.engine == "fsdp2" else given.spec.param_dtype,
+    master_dtype=lambda _: "f32",
+    adapter=_adapter,
+    quantize=lambda given: "nf4" if given.raw.load_in_4bit else None,
+    seq_len=_seq_len,
+    batch_size=lambda given: given.raw.micro_batch_size or _DEFAULTS.get(_script(given), (None, None))[0],
+    resume_from=lambda given: given.raw.ckpt_path if given.raw.load_checkpoint else None,
+)
 _BY_ENGINE: Mapping[Engine, Table] = {
-    "deepspeed": {
-        "strategy": row(value=lambda given: zero_strategy(2 if given.raw.zero_stage is None else given.raw.zero_stage))
-    },
-    "fsdp2": {
-        "strategy reshard_after_forward": reshard_row("reshard"),
-        "state_dict_type": row(default="SHARDED_STATE_DICT"),
-    },
+    "deepspeed": read_table("openrlhf.deepspeed", strategy=_zero_strategy),
+    "fsdp2": read_table("openrlhf.fsdp2"),
 }
 
 

@@ -23,8 +23,9 @@ from ckpt_tools.preflight.configs.launch import (
 from ckpt_tools.preflight.configs.overrides import overridden
 from ckpt_tools.preflight.configs.schema import OptionSection, check_variables, option_names
 from ckpt_tools.preflight.places import OVERRIDES, ConfigLocation, PlacedText
-from ckpt_tools.preflight.plain_values import as_truth, find_value, read_rows
+from ckpt_tools.preflight.plain_values import as_truth, find_value
 from ckpt_tools.preflight.spec import ParallelSpec
+from ckpt_tools.tables import read_rows
 
 # Trainers whose configs are recognised by what only they have, and not read.
 # Source: the examples of each trainer's repository, November 2026.

@@ -33,15 +33,8 @@ from pydantic import (
 from ckpt_tools.checkpoint.entries import Finding, Severity
 from ckpt_tools.preflight.configs.config import Options
 from ckpt_tools.preflight.configs.names import inside, known
-from ckpt_tools.preflight.plain_values import (
-    as_truth,
-    dtype_name,
-    find_value,
-    is_typo,
-    is_variable,
-    join_path,
-    read_rows,
-)
+from ckpt_tools.preflight.plain_values import as_truth, dtype_name, find_value, is_typo, is_variable, join_path
+from ckpt_tools.tables import read_rows
 from ckpt_tools.text import first_few, nearest
 
 # What becomes of every option of a config: read, known, passed over, not known, or not to be read here.

@@ -15,14 +15,13 @@ from importlib.util import find_spec
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.preflight.configs.document import MAX_BYTES, Document
-from ckpt_tools.preflight.configs.field_rows import Given, ReaderInput, Table, TrainerReader, mesh_row, row
-from ckpt_tools.preflight.configs.launch import launched_ranks
+from ckpt_tools.preflight.configs.field_rows import Given, ReaderInput, TrainerReader, read_table
 from ckpt_tools.preflight.configs.overrides import put, read_flags, started
 from ckpt_tools.preflight.configs.schema import section
 from ckpt_tools.preflight.spec import AdapterSpec, Engine, resolved, sharding_strategy
 from ckpt_tools.storage.source import read_named_file
 
-_SEQ_LEN = 2048
+_SEQ_LEN = 2048  # as in `fields.tsv`
 
 
 _OPTIONS = section("torchtitan")
@@ -88,43 +87,15 @@ def _batch_size(given: Given) -> object:
     return training.local_batch_size or training.batch_size or 8
 
 
-_TABLE: Table = {
-    "world_size": row(value=lambda given: launched_ranks(given.document.commands)),
-    "axes.pp": row("parallelism.pipeline_parallel_degree", default=1),
-    "axes.dp_replicate": row("parallelism.data_parallel_replicate_degree", default=1),
-    "axes.dp_shard": row("parallelism.data_parallel_shard_degree", default=-1),
-    "axes.cp": row("parallelism.context_parallel_degree", default=1),
-    "axes.tp": row("parallelism.tensor_parallel_degree", default=1),
-    "axes.ep": row("parallelism.expert_parallel_degree", default=1),
-    "mesh": mesh_row(),
-    "engine": row(value=_engine),
-    "strategy reshard_after_forward": row(
-        "parallelism.fsdp_reshard_after_forward", value=_strategy, engines=("fsdp2",)
-    ),
-    "param_dtype": row("training.mixed_precision_param", default="bf16"),
-    "reduce_dtype": row("training.mixed_precision_reduce", default="f32"),
-    "master_dtype": row("training.dtype", default="f32"),
-    "offload_params": row("training.enable_cpu_offload", default=False, engines=("fsdp2",)),
-    "activation_checkpointing selective_checkpointing": row("activation_checkpoint.mode", value=_checkpointing),
-    "sequence_parallel": row("parallelism.enable_sequence_parallel", default=True),
-    "loss_parallel": row(
-        "parallelism.disable_loss_parallel", value=lambda given: not given.raw.parallelism.disable_loss_parallel
-    ),
-    "schedule": row("parallelism.pipeline_parallel_schedule", default="1F1B"),
-    "micro_batch": row("parallelism.pipeline_parallel_microbatch_size", default=1),
-    "adapter": row("model_spec.converters", value=_adapter),
-    "optimizer": row("optimizer.name", "optimizer.param_groups", value=_optimizer),
-    "seq_len": row("training.max_context_length", "training.seq_len", default=_SEQ_LEN),
-    "batch_size": row(
-        "training.num_tokens_per_microbatch_per_dp_rank",
-        "training.local_batch_size",
-        "training.batch_size",
-        value=_batch_size,
-    ),
-    "state_dict_type": row(default="SHARDED_STATE_DICT"),
-    "model": row("hf_assets_path", "model.hf_assets_path"),
-    "resume_from": row("checkpoint.initial_load_path"),
-}
+_TABLE = read_table(
+    "torchtitan",
+    engine=_engine,
+    strategy=_strategy,
+    checkpointing=_checkpointing,
+    adapter=_adapter,
+    optimizer=_optimizer,
+    batch_size=_batch_size,
+)
 
 
 def _program(command: Sequence[str], at: int) -> int:

@@ -14,17 +14,15 @@ from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.preflight.configs.deepspeed import deepspeed_rows
 from ckpt_tools.preflight.configs.document import Document, find_file, read_document
-from ckpt_tools.preflight.configs.field_rows import Given, ReaderInput, Table, TrainerReader, named_by, row
+from ckpt_tools.preflight.configs.field_rows import Given, ReaderInput, Table, TrainerReader, read_table, row
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     SECTION,
     PluginDefaults,
-    plugin_mesh_row,
+    plugin_mesh,
     plugin_rows,
-    resumed_from,
     v2_strategy,
     without_prefix,
 )
-from ckpt_tools.preflight.configs.launch import launched_ranks
 from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.overrides import Program, read_flags, started
 from ckpt_tools.preflight.configs.schema import STRATEGIES, section
@@ -191,29 +189,13 @@ def _quantize(given: Given) -> str | None:
     return "int8" if given.raw.load_in_8bit else None
 
 
-ARGUMENT_ROWS: Table = {
-    # Of a command line: a file does not say how many ranks are started.
-    "world_size": row(value=lambda given: launched_ranks(given.document.commands)),
-    "engine": row("fsdp", "deepspeed", value=trainer_engine),
-    **{f"axes.{axis}": row(f"parallelism_config.{axis}_size") for axis in _AXES},
-    "axes": row(value=_axes),
-    "mesh": plugin_mesh_row(),
-    "strategy reshard_after_forward": named_by("fsdp_config.reshard_after_forward", "fsdp"),
-    "offload_params": named_by("fsdp_config.cpu_offload", "fsdp"),
-    "optimizer": row("optim", default="adamw_torch_fused"),
-    "batch_size": row("per_device_train_batch_size", default=8),
-    "model": row("model_name_or_path"),
-    "resume_from": row("resume_from_checkpoint", value=resumed_from),
-}
+# A file does not say how many ranks are started; a command line does.
+ARGUMENT_ROWS = read_table("trainer.arguments", engine=trainer_engine, axes=_axes, mesh=plugin_mesh)
 """What TrainingArguments say, whoever adds to them."""
 _TABLE: Table = {
     **ARGUMENT_ROWS,
-    "param_dtype reduce_dtype master_dtype": row("bf16", "fp16", "torch_dtype", "dtype", value=_dtypes),
-    "activation_checkpointing": row("gradient_checkpointing", "activation_checkpointing", value=_recomputes),
-    "adapter": row("lora_r", "use_peft", value=_adapter),
-    "quantize": row("load_in_4bit", "load_in_8bit", value=_quantize),
-    "seq_len": row(
-        "max_length", "max_seq_length", "model_max_length", "block_size", "max_completion_length", value=_seq_len
+    **read_table(
+        "trainer", dtypes=_dtypes, recomputes=_recomputes, adapter=_adapter, quantize=_quantize, seq_len=_seq_len
     ),
 }
 ROWS_BY_ENGINE: Mapping[Engine, Table] = {

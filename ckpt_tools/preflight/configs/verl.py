@@ -20,24 +20,21 @@ from ckpt_tools.checkpoint.layout import Mesh
 from ckpt_tools.errors import LimitError
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.field_rows import (
-    FSDP,
     FieldRow,
     Given,
     ReaderInput,
     Table,
     TrainerReader,
-    mesh_row,
-    named_by,
-    reshard_row,
+    read_table,
     row,
     value_at,
 )
-from ckpt_tools.preflight.configs.launch import launched_ranks, lost_options, programs, several_commands
+from ckpt_tools.preflight.configs.launch import lost_options, programs, several_commands
 from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.overrides import is_override, read_overrides, resolve
 from ckpt_tools.preflight.configs.schema import OptionSection, option_names, section
 from ckpt_tools.preflight.plain_values import find_value
-from ckpt_tools.preflight.spec import AdapterSpec, Engine, build_mesh, sharding_strategy
+from ckpt_tools.preflight.spec import AdapterSpec, Engine, build_mesh
 
 # verl's configs as Hydra makes them: a tree, or the overrides of a command line that make one
 
@@ -199,35 +196,21 @@ def _fsdp_rows(at: str, *, model: str) -> Table:
         alpha = 16.0 if trained.lora_alpha is None else trained.lora_alpha
         return AdapterSpec(kind="lora", rank=rank or None, alpha=alpha, targets=trained.target_modules or _ALL_LINEAR)
 
-    return {
-        "axes.dp_shard axes.dp_replicate": named_by(f"{at}.fsdp_size"),
-        "axes": row(value=axes, engines=FSDP),
-        "mesh": row(value=mesh, engines=FSDP),
-        "strategy reshard_after_forward": reshard_row(f"{at}.reshard_after_forward"),
-        "param_dtype": row(f"{at}.mixed_precision.param_dtype", f"{at}.dtype", value=compute),
-        "reduce_dtype": row(f"{at}.mixed_precision.reduce_dtype", default="f32"),
-        "master_dtype": row(f"{at}.model_dtype", default="f32"),
-        # param_offload and optimizer_offload move things between phases; during an update all is on the GPU.
-        "offload_params": row(f"{at}.offload_policy", default=False, engines=("fsdp2",)),
-        "activation_checkpointing": row(f"{model}.enable_gradient_checkpointing", default=True),
-        "wrap_classes": row(f"{at}.wrap_policy.transformer_layer_cls_to_wrap", default=()),
-        "wrap_min_num_params": row(
-            f"{at}.wrap_policy.min_num_params",
-            value=lambda given: options(given).wrap_policy.min_num_params or None,
-            engines=("fsdp1",),
-        ),
-        "adapter": row(f"{model}.lora_rank", f"{model}.lora_adapter_path", value=adapter),
-        "state_dict_type": row(default="SHARDED_STATE_DICT"),
-        "resume_from": row("trainer.resume_from_path"),
-    }
+    return read_table(
+        "verl.fsdp",
+        {"at": at, "model": model},
+        axes=axes,
+        mesh=mesh,
+        compute=compute,
+        wrap_min_num_params=lambda given: options(given).wrap_policy.min_num_params or None,
+        adapter=adapter,
+    )
 
 
 def _on_megatron(table: Table, at: str) -> Table:
     """Return a table with the mesh of Megatron, told below `at`; data-parallel ranks are the rest."""
-    names = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "ep": "expert_model"}
-    sizes: Table = {f"axes.{axis}": row(f"{at}.{name}_parallel_size", default=1) for axis, name in names.items()}
     rest = {name: one for name, one in table.items() if name not in ("axes", "mesh")}
-    return {**rest, **sizes, "axes.dp_replicate": row(default=-1), "mesh": mesh_row()}
+    return {**rest, **read_table("verl.megatron", {"at": at})}
 
 
 _ALL_LINEAR = ("all-linear",)
@@ -245,50 +228,22 @@ def _ulysses(given: Given) -> int:
     return asked if asked > 1 else actor.fsdp_config.ulysses_sequence_parallel_size or 1
 
 
-_PPO: Table = {
-    "world_size": row("trainer.n_gpus_per_node", "trainer.nnodes", value=_world_size),
+def _seq_len(given: Given) -> int:
+    return (given.raw.data.max_prompt_length or 512) + (given.raw.data.max_response_length or 512)
+
+
+_PPO = {
+    **read_table("verl.nodes", world_size=_world_size),
     **_fsdp_rows(f"{_ACTOR}.fsdp_config", model="actor_rollout_ref.model"),
-    "axes.sp": row(
-        f"{_ACTOR}.ulysses_sequence_parallel_size",
-        f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size",
-        value=_ulysses,
-        engines=FSDP,
-    ),
-    "optimizer": row(f"{_ACTOR}.optim.optimizer", default="AdamW"),
-    "seq_len": row(
-        "data.max_prompt_length",
-        "data.max_response_length",
-        value=lambda given: (given.raw.data.max_prompt_length or 512) + (given.raw.data.max_response_length or 512),
-    ),
-    "batch_size": row(f"{_ACTOR}.ppo_micro_batch_size_per_gpu"),
-    "model": row("actor_rollout_ref.model.path"),
+    **read_table("verl.ppo", ulysses=_ulysses, seq_len=_seq_len),
 }
-_SFT: Table = {
-    # torchrun starts it, whatever `trainer` says.
-    "world_size": row(value=lambda given: launched_ranks(given.document.commands)),
-    "optimizer": row("optim.optimizer", default="AdamW"),
-    "seq_len": row("data.max_length", default=1024),
-    "batch_size": row("data.micro_batch_size_per_gpu", default=4),
-}
-_ENGINE_SFT: Table = {
-    **_SFT,
-    **_fsdp_rows("engine", model="model"),
-    "axes.sp": row("engine.ulysses_sequence_parallel_size", default=1, engines=FSDP),
-    "model": row("model.path"),
-}
+_SFT = read_table("verl.sft")  # torchrun starts it, whatever `trainer` says
+_ENGINE_SFT = {**_SFT, **_fsdp_rows("engine", model="model"), **read_table("verl.engine_sft")}
 """`sft_trainer.py`, whose `engine` is FSDP's unless a group says otherwise."""
-_FSDP_SFT: Table = {
+_FSDP_SFT = {
     **_SFT,
     **_fsdp_rows("model.fsdp_config", model="model"),
-    "axes": row(value=lambda _: {"dp_shard": -1}),
-    "axes.sp": row("ulysses_sequence_parallel_size", default=1),
-    "strategy reshard_after_forward": row(
-        value=lambda given: (sharding_strategy(given.spec, reshards=True), True), engines=FSDP
-    ),
-    "param_dtype": row(default="bf16"),
-    "reduce_dtype": row(default="f32"),
-    "offload_params": row("model.fsdp_config.offload_params", default=False),
-    "model": row("model.partial_pretrain"),
+    **read_table("verl.fsdp_sft", axes=lambda _: {"dp_shard": -1}),
 }
 """`fsdp_sft_trainer.py`: one mesh of all ranks, and bf16 computation, always."""
 

@@ -27,7 +27,7 @@ from fnmatch import fnmatchcase
 from functools import cache, partial
 
 from ckpt_tools.options.preflight import Framework
-from ckpt_tools.preflight.plain_values import is_typo, read_rows
+from ckpt_tools.preflight.plain_values import is_typo
 from ckpt_tools.preflight.rules.rule import (
     ALL,
     Check,
@@ -40,6 +40,7 @@ from ckpt_tools.preflight.rules.rule import (
     shown,
     warning_rule,
 )
+from ckpt_tools.tables import read_rows
 from ckpt_tools.text import first_few
 
 # Conditions on the options of a config, as the tables of this folder write them.

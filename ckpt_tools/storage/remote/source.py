@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
-from ckpt_tools.errors import CkptError, LimitError, UnreadableError
+from ckpt_tools.errors import LimitError, UnreadableError
 from ckpt_tools.storage.source import LOST_HINT, MAX_FILES, MAX_LISTED_DEPTH, Source, T, short_file
 from ckpt_tools.text import is_plain_path
 
@@ -312,11 +312,6 @@ class RemoteSource(Source):
 
     def check_unchanged(self) -> None:
         """Nothing to look at again: every range was asked for under the condition that its file is the listed one."""
-
-    def changed(self, file: str) -> CkptError:
-        """Return the error for a file that is no longer the one of the listing."""
-        hint = "wait until its writer has finished, then run the command again"
-        return CkptError("the source changed while it was read", where=self.label(file), hint=hint)
 
     def close(self) -> None:
         """Free what is kept."""

@@ -9,8 +9,9 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from importlib.resources import files
 from types import MappingProxyType
+
+from ckpt_tools.tables import read_packaged
 
 _RELEASE = re.compile(r"(?P<project>[a-z][\w-]*?)-(?P<version>\d+(\.\w+)*)")
 
@@ -53,7 +54,7 @@ def installed_and_listed(name: str) -> tuple[str, str] | None:
 
 
 def _sections(name: str) -> tuple[str, ...]:
-    text = files(__name__).joinpath(f"{name}.txt").read_text(encoding="utf-8")
+    text = read_packaged(__name__, f"{name}.txt")
     return tuple(dict.fromkeys(re.findall(r"^\[(.+?)\] ", text, re.MULTILINE)))
 
 
@@ -67,7 +68,7 @@ def newest_release(name: str, section: str) -> Mapping[str, str]:
     """Return option → the newest release that has it, of the releases that the list was made from."""
     found: dict[str, str] = {}
     release = None
-    for line in files(__name__).joinpath(f"{name}.txt").read_text(encoding="utf-8").splitlines():
+    for line in read_packaged(__name__, f"{name}.txt").splitlines():
         if line.startswith("["):
             title, _, heading = line[1:].partition("] ")
             release = heading if title == section else None
