@@ -174,7 +174,8 @@ def _diff(one: Opened, other: Opened, options: DiffOptions) -> Difference:
     """Compare two models."""
     progress = options.progress
     total = one.checkpoint.total_bytes + other.checkpoint.total_bytes
-    return diffing.diff(
+    terms = {name: getattr(options, name) for name in ("atol", "rtol", "include", "exclude")}
+    result = diffing.diff(
         one,
         other,
         keys_only=options.keys_only,
@@ -187,6 +188,8 @@ def _diff(one: Opened, other: Opened, options: DiffOptions) -> Difference:
         progress=progress(total) if progress is not None and not options.keys_only else None,
         share=None if options.part is None else parse_part(options.part),
     )
+    shown = {name: ", ".join(map(str, v)) if isinstance(v, Sequence) else v for name, v in terms.items() if v}
+    return replace(result, terms=tuple(f"--{name} {value}" for name, value in shown.items()))
 
 
 @takes(StatsOptions, 'ckpt_tools.stats("tuned", against="model").ok', "True")

@@ -61,6 +61,8 @@ class Difference(CheckedResult):
     """What both are."""
     keys_only: bool = False
     """Names, shapes and dtypes were compared, and no values."""
+    terms: tuple[str, ...] = ()
+    """Options that let fewer differences count: tolerances, and names that were chosen."""
 
     @property
     def equal(self) -> bool:

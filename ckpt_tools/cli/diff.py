@@ -18,7 +18,6 @@ from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.text import counted, escape_message, escape_name, natural_key
 
 _MOST = 40  # Lines
-_TERMS = ("atol", "rtol", "include", "exclude")  # Options that let fewer differences count
 
 
 def run(call: CommandCall[Difference], view: DiffView, output: OutputOptions) -> int:
@@ -28,11 +27,7 @@ def run(call: CommandCall[Difference], view: DiffView, output: OutputOptions) ->
         with progress_of(output) as factory:
             difference = call(progress=factory)
         if report is not None:
-            told = {name: call.given[name] for name in _TERMS if call.given.get(name)}
-            terms = [
-                f"--{name} {', '.join(map(str, v)) if isinstance(v, list | tuple) else v}" for name, v in told.items()
-            ]
-            report(diff_page(difference, a, b, keys_only=call.given["keys_only"], terms=terms))
+            report(diff_page(difference, a, b))
     if output.json:
         print_json(difference.to_dict())
         return 0 if difference.equal else 3
@@ -47,7 +42,7 @@ def run(call: CommandCall[Difference], view: DiffView, output: OutputOptions) ->
     if len(lines) > _MOST and not view.tensors:
         say(f"… and {len(lines) - _MOST} more lines (--tensors lists every tensor)")
     if not output.quiet:
-        say(_summary(difference, keys_only=call.given["keys_only"]))
+        say(_summary(difference))
     return 0 if difference.equal else 3
 
 
@@ -104,9 +99,9 @@ def _counts(difference: Difference) -> list[tuple[str, str]]:
     return list(zip(("differ", "equal", "only in A", "only in B"), map(str, numbers), strict=True))
 
 
-def _summary(difference: Difference, *, keys_only: bool) -> str:
+def _summary(difference: Difference) -> str:
     """Return the last line: how many differ, and how."""
-    what = " (names, shapes and dtypes)" if keys_only else ""
+    what = " (names, shapes and dtypes)" if difference.keys_only else ""
     if difference.equal:
         return f"equal{what}"
     text = ", ".join(f"{number} {name}" for name, number in _counts(difference)) + what
@@ -120,8 +115,9 @@ def _summary(difference: Difference, *, keys_only: bool) -> str:
 # The page
 
 
-def diff_page(difference: Difference, a: str, b: str, *, keys_only: bool, terms: Sequence[str] = ()) -> page.Page:
-    """Return the page of a comparison; `terms` are what limits it: tolerances, and names that were chosen."""
+def diff_page(difference: Difference, a: str = "A", b: str = "B") -> page.Page:
+    """Return the page of a comparison."""
+    keys_only, terms = difference.keys_only, difference.terms
     compared = "names, shapes and dtypes; no data was read" if keys_only else "names, shapes, dtypes and every value"
     rows = [("compared", compared), *_counts(difference)]
     sections = [*_changed_sections(difference, _odd(difference), page.UNREAD if keys_only else "equal")]

@@ -116,7 +116,7 @@ def _print_verdict(screen: Screen, result: Estimate, *, quiet: bool) -> None:
     if result.fits is not None:
         screen.line(_verdict(result))
     if result.fits:
-        screen.line(f"{'recommended' if len(result.cases) > 1 else 'tried'}: {result.recommendation}")
+        screen.line(f"{_chosen(result)}: {result.recommendation}")
         return
     for proposal in () if quiet else result.proposals:
         found = proposal.estimate
@@ -126,6 +126,11 @@ def _print_verdict(screen: Screen, result: Estimate, *, quiet: bool) -> None:
         screen.line(f" hint: {result.advice.what}")
     elif result.proposals:
         screen.line(f" hint: {_NOTHING}")
+
+
+def _chosen(result: Estimate) -> str:
+    """Return what the way that fits best is called: one of several is recommended."""
+    return "recommended" if len(result.cases) > 1 else "tried"
 
 
 _NOTHING = "none of the changes tried fits: use a larger device, more ranks, or a smaller model"
@@ -159,7 +164,8 @@ def estimate_page(result: Estimate) -> page.Page:
         moods: dict[bool | None, page.Mood] = {True: "partly", False: "bad", None: "unknown"}
         mood = moods[result.fits]
         advice = result.recommendation or (_NOTHING if result.proposals else "")
-        verdict = f"Recommended: {advice}" if result.fits else f"{_verdict(result)}{'; ' * bool(advice)}{advice}"
+        head = f"{_chosen(result).capitalize()}: " if result.fits else _verdict(result) + "; " * bool(advice)
+        verdict = head + advice
     return page.Page("estimate", result.model, sections, mood, verdict, titles=[title])
 
 
@@ -206,7 +212,7 @@ def _memory_bars(result: Estimate) -> page.Bars:
         total = f"{format_size(memory.peak)} + {format_size(case.margin.total)} margin = {format_size(case.needed)}"
         if case.fits is not None or limit is not None:
             total += f", fits: {_FITS[case.fits]}"
-        name = "recommended: " * (case is result.recommended) + f"{case.case.label} on {case.case.mesh}"
+        name = f"{_chosen(result)}: " * (case is result.recommended) + f"{case.case.label} on {case.case.mesh}"
         bars.append(page.Bar(name, (*parts, other, case.margin.total), total))
     caption = "What is in memory at the peak, and the margin beside it"
     limit_name = "the device" if limit is None else f"the device: {_device(limit)}"

@@ -106,7 +106,7 @@ _MAX_BARS = 100
 _KINDS = ("not verified", "bad or unfit", "fit")
 
 
-def tending_page(pruned: PruneResult, command: str) -> page.Page:
+def tending_page(pruned: PruneResult, command: str = "prune") -> page.Page:
     """Return the page of a look at a run's folder."""
     found = pruned.checkpoints
     fit = [each for each in found if each.state == "verified"]

@@ -109,7 +109,7 @@ def _update_cells(update: Update) -> tuple[str, str]:
 # The page
 
 
-def stats_page(result: Stats, source: str, against: str | None = None) -> page.Page:
+def stats_page(result: Stats, source: str = "", against: str | None = None) -> page.Page:
     """Return the page of a measurement; `against` is the other checkpoint of an update."""
     facts = [("tensors", f"{len(result.tensors):,}"), ("data read", format_size(result.nbytes))]
     if against is not None:
@@ -131,7 +131,7 @@ def stats_page(result: Stats, source: str, against: str | None = None) -> page.P
     if result.not_checked:
         verdict += f"; not checked: {counted(len(result.not_checked), 'thing')}, listed below"
     mood = page.mood_of(ok=result.ok, left=result.findings or result.not_checked or result.notes)
-    titles = page.identity_titles(result.identities, (source, f"against {against}"))
+    titles = page.identity_titles(result.identities, (source or "SRC", f"against {against or 'the other'}"))
     return page.Page("stats", source, sections, mood, verdict, titles=titles)
 
 

@@ -120,7 +120,7 @@ _LEVELS = {
 }
 
 
-def verify_page(result: Verification, source: str) -> page.Page:
+def verify_page(result: Verification, source: str = "") -> page.Page:
     """Return the page of a verification."""
     facts = [
         ("level", _LEVELS[result.level]),

@@ -195,7 +195,7 @@ def pages() -> dict[str, Page]:
         "inspect": build_page(sharded("dp_replicate=2,dp_shard=64"), stored=sharded()),
         "plain": build_page(summarise(model(), path="m")),
         "verify": verify_page(verification(unchecked=(Unchecked(what=HOSTILE[3]),)), HOSTILE[0]),
-        "diff": diff_page(difference(), "a", HOSTILE[0], keys_only=False, terms=("--atol 1",)),
+        "diff": diff_page(difference(terms=("--atol 1",)), "a", HOSTILE[0]),
         "stats": stats_page(stats(), HOSTILE[0], "before"),
         "estimate": estimate_page(estimate(True, False, None)),
         "smoke": smoke_page(smoke(findings=FINDINGS, notes=("half",), stacks={0: "at\n" + HOSTILE[0]})),

@@ -205,11 +205,11 @@ def test_green_is_only_what_left_nothing_unchecked():
     assert verify_page(replace(clean, findings=(warning,)), "x").mood == "partly"
     assert verify_page(results.verification(), "x").mood == "bad"
     equal = results.difference(only_in_a=(), only_in_b=(), changed=(), notes=())
-    assert diff_page(equal, "a", "b", keys_only=False).mood == "good"
-    assert diff_page(equal, "a", "b", keys_only=True).mood == "partly"
-    assert diff_page(equal, "a", "b", keys_only=False, terms=("--include x",)).mood == "partly"
-    assert diff_page(replace(equal, notes=("n",)), "a", "b", keys_only=False).mood == "partly"
-    assert diff_page(results.difference(), "a", "b", keys_only=False).mood is None
+    assert diff_page(equal).mood == "good"
+    assert diff_page(replace(equal, keys_only=True)).mood == "partly"
+    assert diff_page(replace(equal, terms=("--include x",))).mood == "partly"
+    assert diff_page(replace(equal, notes=("n",))).mood == "partly"
+    assert diff_page(results.difference()).mood is None
     assert [estimate_page(results.estimate(fits)).mood for fits in (True, False, None)] == ["partly", "bad", "unknown"]
     assert estimate_page(results.estimate(None, gpu_memory=None)).mood is None
     assert smoke_page(results.smoke()).mood == "good"
@@ -407,7 +407,7 @@ def test_nan_alone_is_no_number_and_unread_is_not_clean():
 def test_equal_absent_and_unread_tensors_of_a_diff_are_not_alike():
     given = results.difference(same=("l.0.norm", "l.3.norm"))
     for keys_only, word in ((False, "equal"), (True, "not read")):
-        page = diff_page(given, "a", "b", keys_only=keys_only)
+        page = diff_page(replace(given, keys_only=keys_only))
         rows = next(part for part in page.parts() if isinstance(part, Depth)).to_json({})["rows"]
         assert [row[1] for row in rows if row[2] == word] == [0, 3]
 
