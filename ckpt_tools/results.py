@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from ckpt_tools.text import escape_message, escape_name, first_few
-from ckpt_tools.units import format_size
+from ckpt_tools.units import format_number, format_size
 
 SCHEMA_VERSION = 1
 """Of every JSON document. Within a version fields are added, never renamed or removed."""
@@ -134,7 +134,7 @@ def _item(value: Any) -> str:  # noqa: ANN401 - whatever a field holds
     if isinstance(value, Result):
         return value.title or type(value).__name__
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return format_number(value, 4)
     if hasattr(value, "severity"):
         return f"{value.severity}: {value.code}: {value.what}"
     if hasattr(value, "label"):

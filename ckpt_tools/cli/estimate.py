@@ -16,7 +16,7 @@ from ckpt_tools.estimate.case import Case
 from ckpt_tools.estimate.report import CaseEstimate, Moment
 from ckpt_tools.options.output import HtmlOptions, OutputOptions
 from ckpt_tools.text import counted, escape_name
-from ckpt_tools.units import format_size
+from ckpt_tools.units import format_device, format_size
 
 
 def run(call: CommandCall[Estimate], view: HtmlOptions, output: OutputOptions) -> int:
@@ -136,12 +136,8 @@ def _chosen(result: Estimate) -> str:
 _NOTHING = "none of the changes tried fits: use a larger device, more ranks, or a smaller model"
 
 
-def _device(nbytes: int) -> str:
-    return f"{nbytes / 10**9:.3g} GB ({format_size(nbytes)})"
-
-
 def _verdict(result: Estimate) -> str:
-    device = _device(result.gpu_memory or 0)
+    device = format_device(result.gpu_memory or 0)
     if result.fits:
         return f"fits in {device}: {', '.join(case.case.label for case in result.cases if case.fits)}"
     return f"does NOT fit in {device}" if result.fits is False else f"not known whether it fits in {device}"
@@ -215,7 +211,7 @@ def _memory_bars(result: Estimate) -> page.Bars:
         name = f"{_chosen(result)}: " * (case is result.recommended) + f"{case.case.label} on {case.case.mesh}"
         bars.append(page.Bar(name, (*parts, other, case.margin.total), total))
     caption = "What is in memory at the peak, and the margin beside it"
-    limit_name = "the device" if limit is None else f"the device: {_device(limit)}"
+    limit_name = "the device" if limit is None else f"the device: {format_device(limit)}"
     return page.Bars(caption, (*_SERIES, "other", "margin"), bars, limit, limit_name)
 
 
@@ -248,7 +244,7 @@ def _timelines(result: Estimate) -> list[page.Part]:
     limit = result.gpu_memory
     # A device many times as large would leave no room for the step.
     limit = None if limit is None or limit > 4 * case.per_rank.peak else limit
-    names = "" if limit is None else f"the device: {_device(limit)}"
+    names = "" if limit is None else f"the device: {format_device(limit)}"
     columns = ", >".join(("moment", *_SERIES, "all"))
     table = page.PageTable.of(f"{label}, in numbers", columns, rows, lambda row: row, is_folded=True)
     return [page.Bars(caption, _SERIES, bars, limit, names, is_upright=True), table]

@@ -126,7 +126,7 @@ def _render_header(summary: Summary, screen: Screen) -> None:
 def _stands_out(summary: Summary) -> Iterator[str]:
     """Yield what somebody should know before anything else."""
     if missing := _missing(summary):
-        yield f"missing: {len(missing)} of {counted(len(summary.files), 'file')}: {first_few(missing)}"
+        yield f"missing: {len(missing):,} of {counted(len(summary.files), 'file')}: {first_few(missing)}"
     identity, ranks = summary.identity, summary.ranks
     if identity is not None:
         part = f"a part, on purpose ({identity.chosen})" if identity.chosen else "a PART"
@@ -192,7 +192,7 @@ def _render_ranks(summary: Summary, screen: Screen) -> None:
         return
 
     def cells(rank: RankSummary) -> tuple[str, ...]:
-        files = escape_name(rank.files[0]) + (f" +{len(rank.files) - 1}" if len(rank.files) > 1 else "")
+        files = escape_name(rank.files[0]) + (f" +{len(rank.files) - 1:,}" if len(rank.files) > 1 else "")
         return str(rank.rank), *_load(rank.num_bytes, mean, most, screen), f"{rank.num_chunks:,}", files
 
     screen.table(">rank, >bytes, , , >chunks, files", map(cells, summary.ranks))
@@ -494,7 +494,7 @@ _RENAMED = " Names are those of the plan; where what is stored has another name,
 
 def _verdict(summary: Summary) -> str:
     missing = _missing(summary)
-    lost = f"; NOT read: {len(missing)} of {len(summary.files)} files missing" if missing else ""
+    lost = f"; NOT read: {len(missing):,} of {len(summary.files):,} files missing" if missing else ""
     held = f"{summary.num_tensors:,} tensors, {format_size(summary.total_bytes)}"
     return f"{held}, from headers alone: no data was read or checked{lost}"
 

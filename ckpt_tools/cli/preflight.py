@@ -20,6 +20,8 @@ from ckpt_tools.preflight.places import ConfigLocation
 from ckpt_tools.preflight.report import CheckResult, PreflightReport, describe_spec, describe_verdict
 from ckpt_tools.text import escape_name
 
+_HERE = "this machine"
+
 
 def run(call: CommandCall[PreflightReport], view: PreflightView, output: OutputOptions) -> int:
     """Check a run, and print what was found."""
@@ -42,9 +44,7 @@ def run(call: CommandCall[PreflightReport], view: PreflightView, output: OutputO
         say_findings([_located(one, places) for one in sorted(kept, key=lambda one: page.SEVERITIES[one.severity])])
         sys.stdout.flush()  # the slow checks follow
 
-    with report_to(
-        view.html, "preflight", ", ".join(map(str, call.given.get("config", ("this machine",)))), output
-    ) as write:
+    with report_to(view.html, "preflight", ", ".join(map(str, call.given.get("config", (_HERE,)))), output) as write:
         try:
             report = call(on_check=follow, on_findings=tell if form == "text" else None, on_places=keep)
         except Exception as error:
@@ -90,7 +90,7 @@ def _print(report: PreflightReport, output: OutputOptions) -> None:
     if report.findings:
         screen.line()
     what = report.framework if report.spec is None else f"{report.framework}, {describe_spec(report.spec)}"
-    screen.line(f"{escape_name(report.config)}: {what}", "heading")
+    screen.line(": ".join(filter(None, (escape_name(report.config) or _HERE, what))), "heading")
     screen.show(_checks(report))
     screen.line()
     for text in _ignored(report):
@@ -125,7 +125,7 @@ def preflight_page(report: PreflightReport) -> page.Page:
     go += f" (not checked: {', '.join(unseen)})" if go == "GO" and unseen else ""
     if not report.failed and not report.was_read:
         mood = "unknown"
-    title = f"{report.framework} · mesh {report.mesh or 'not known'}"
+    title = f"{report.framework} · mesh {report.mesh or 'not known'}" if report.framework else ""
     title += "" if report.spec is None else f" · {describe_spec(report.spec)}"
     sections = [
         page.PageSection("Checks", [_checks(report)]),
@@ -138,4 +138,4 @@ def preflight_page(report: PreflightReport) -> page.Page:
     if report.smoke is not None:
         sections += smoke_sections(report.smoke)
     verdict = f"{go}. {describe_verdict(report)}"
-    return page.Page("preflight", report.config, sections, mood, verdict, titles=[title])
+    return page.Page("preflight", report.config or _HERE, sections, mood, verdict, titles=[title] * bool(title))

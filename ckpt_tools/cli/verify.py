@@ -100,7 +100,7 @@ def _say_causes(result: Verification, output: OutputOptions) -> None:
         if output.verbose and len(cause.findings) > 1:
             say_findings([result.findings[at] for at in cause.findings], indent="   ")
     if len(shown) < len(causes):
-        say(f"… and {len(causes) - len(shown)} more causes (-v shows all)")
+        say(f"… and {len(causes) - len(shown):,} more causes (-v shows all)")
 
 
 def _say_state(path: str, result: Verification) -> None:

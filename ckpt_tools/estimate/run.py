@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -213,7 +213,8 @@ def propose(
     start = min(cases, key=lambda case: case.needed).case
     proposals: list[Proposal] = []
     num_tracked = 0
-    for what, case in _changes(start):
+    factors = (2, 4, 8) if options.world_size is None else ()  # who says how many ranks there are has no others
+    for what, case in _changes(start, factors):
         if any(case == done.case for done in (*cases, *(proposal.estimate for proposal in proposals))):
             continue
         by_formula = formula.estimate(figures, case)
@@ -228,8 +229,8 @@ def propose(
     return tuple(proposals)
 
 
-def _changes(start: Case) -> Iterator[tuple[str, Case]]:
-    """Yield changes of `start`, what costs least first: compute, hardware, what is trained, speed, data."""
+def _changes(start: Case, factors: Sequence[int]) -> Iterator[tuple[str, Case]]:
+    """Yield changes of `start`, what costs least first: compute, more ranks, what is trained, speed, data."""
     checkpointing = replace(start, activation_checkpointing=True, selective_checkpointing=False)
     if not start.activation_checkpointing:
         yield "--activation-checkpointing", checkpointing
@@ -241,7 +242,7 @@ def _changes(start: Case) -> Iterator[tuple[str, Case]]:
         base = replace(base, activation_checkpointing=True, selective_checkpointing=False)
         words = f"{words} --activation-checkpointing".strip()
         yield words, base
-    for factor in (2, 4, 8):
+    for factor in factors:
         mesh = _more(base.mesh, factor)
         yield f"{words} --mesh {mesh}".strip(), replace(base, mesh=mesh)
     if base.lora is None:

@@ -171,8 +171,8 @@ def test_equal_names_alone_are_not_called_equal() -> None:
 
 
 def test_what_limits_a_comparison_is_part_of_its_result(world: Path) -> None:
-    limited = ckpt_tools.diff(world / "model", world / "model-dp8", include="*", atol=0.5)
-    assert limited.terms == ("--atol 0.5", "--include *")
+    limited = ckpt_tools.diff(world / "model", world / "model-dp8", include="model.**", atol=0.5)
+    assert limited.terms == ("--atol 0.5", "--include model.**")
     assert diff_page(limited).mood == "partly"
     names = replace(limited, keys_only=True)
     joined = join({"unet": names, "vae": names}, identities=())

@@ -440,7 +440,7 @@ def test_estimate_recommends_one_and_says_why():
         ]
         return Estimate(model="m", params=7, cases=tuple(cases), gpu_memory=80 * 10**9)
 
-    held = "on dp_shard=8: peak 60.0 GiB and margin 1.00 GiB of 74.5 GiB"
+    held = "on dp_shard=8: peak 60.0 GiB and margin 1.00 GiB of 80 GB (74.5 GiB)"
     least = "the least recomputation that fits"
     assert fitting(full_shard=True).recommendation == f"full_shard {held}; --strategy all compares the others"
     some = fitting(no_shard=False, full_shard_ac=True, full_shard=True, shard_grad_op_ac=True)
