@@ -26,8 +26,9 @@ def run(call: CommandCall[Estimate], view: HtmlOptions, output: OutputOptions) -
         raise UsageError("--frozen-dtype needs --lora")
     shows_all = "all" in given.get("strategy", ()) and "activation_checkpointing" not in given
     with report_to(view.html, "estimate", str(given.get("model") or given.get("params") or ""), output) as report:
-        with waiting(output, "estimating"):
-            result = call(activation_checkpointing="both") if shows_all else call()
+        with waiting(output, "estimating") as say_instead:
+            both = {"activation_checkpointing": "both"} if shows_all else {}
+            result = call(on_case=say_instead, **both)
         if report is not None:
             report(estimate_page(result))
     if output.json:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import count
 
 from ckpt_tools.checkpoint.formats.hollow_copy import skeleton
 from ckpt_tools.checkpoint.formats.opening import open_path
@@ -28,6 +29,7 @@ from ckpt_tools.storage.locations import exists, is_directory, is_file, likely
 from ckpt_tools.text import escape_name
 
 ESTIMATE = "ckpt_tools.estimate.run:estimate_in_child"
+_PROGRESS = "progress"  # File in which a child says where it is
 _NO_CONFIG = "there is no config.json, so there is no model to run"
 
 
@@ -51,9 +53,14 @@ def estimate(options: EstimateOptions) -> Estimate:
         result = replace(result, notes=with_assumptions(result))
     else:
         with start_estimate(options) as child:
-            result = child.result(None)
+            result = child.result(None, on_wait=partial(_pass_on, child, options.on_case or (lambda _: None)))
     notes = (f"estimated: {which}", *result.notes) if which else result.notes
     return replace(result, notes=notes, seconds=time.perf_counter() - start)
+
+
+def _pass_on(child: Child[Estimate], on_case: Callable[[str], None]) -> None:
+    with suppress(OSError), open(os.path.join(child.directory, _PROGRESS), encoding="utf-8") as file:
+        on_case(file.read())
 
 
 @contextmanager
@@ -63,6 +70,7 @@ def start_estimate(options: EstimateOptions) -> Iterator[Child[Estimate]]:
     with ExitStack() as stack:
         if options.path is not None:
             options = replace(options, model=stack.enter_context(skeleton(options.path)))
+        options = replace(options, on_case=None)  # which stays here
         yield stack.enter_context(Child(ESTIMATE, options, Estimate, does="estimates", relief=relief, sandboxed=True))
 
 
@@ -304,5 +312,13 @@ def _track(options: EstimateOptions, config: str, here: Here) -> Estimate:
         result = by_formula(options)
         return replace(result, notes=(f"estimated by the formula only: {error.what}", *result.notes))
     build_in_sandbox(here, subject=f"a {recipe.title}", where=found.where, foreign=(os.path.dirname(config),))
-    result = estimate_of(options, recipe.title, figures_of(recipe), partial(track, recipe))
+    numbers, total = count(1), len(cases_of(options))
+
+    def follow(case: Case) -> Memory | str:
+        number = next(numbers)
+        with open(os.path.join(here.directory, _PROGRESS), "w", encoding="utf-8") as file:
+            file.write(f"tracing {number} of {total} ways" if number <= total else f"tracing change {number - total}")
+        return track(recipe, case)
+
+    result = estimate_of(options, recipe.title, figures_of(recipe), follow)
     return replace(result, notes=notes_of(recipe, options.seq_len))

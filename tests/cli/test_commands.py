@@ -431,13 +431,32 @@ def test_command_without_a_total_says_that_it_goes_on(capsys, monkeypatch):
     monkeypatch.setattr("ckpt_tools.cli.output.PLAIN_INTERVAL_S", 0.01)
     told = threading.Event()
     monkeypatch.setattr("ckpt_tools.cli.output.note", lambda text: (print(text), told.set()))
-    with waiting(OutputOptions(), "estimating"):
+    with waiting(OutputOptions(), "estimating") as say_instead:
         assert told.wait(10)
-    assert capsys.readouterr().out.startswith("estimating: 0:00:00\n")
+        assert capsys.readouterr().out.startswith("estimating: 0:00:00\n")
+        say_instead("tracing 3 of 12 ways")
+        told.clear()
+        assert told.wait(10)
+    assert "tracing 3 of 12 ways: 0:00:00\n" in capsys.readouterr().out
     told.clear()
     with waiting(OutputOptions(json=True), "estimating"), waiting(OutputOptions(quiet=True), "estimating"):
         assert not told.wait(0.1)
     assert not [thread for thread in threading.enumerate() if thread.name == "ckpt-waiting"]
+
+
+def test_progress_counts_tensors_on_a_line_that_changes(model: Path, ckpt: Ckpt, monkeypatch) -> None:
+    monkeypatch.setattr("ckpt_tools.cli.output._LIVE_INTERVAL_S", 0.0)
+    for command in ("stats", "verify"):
+        code, _, err = ckpt(command, model, "--progress", "bar")
+        assert code == 0
+        shown = [line for line in err.split("\r\x1b[K") if "B/s" in line]
+        assert shown[0].startswith("0 B/")
+        counted = [int(found[1]) for line in shown if (found := re.search(r", tensor (\d) of 6$", line))]
+        assert counted == [1, 2, 3, 4, 5]  # one has no bytes
+        assert "924 B/924 B 100%" in shown[-1]
+        assert len(shown[-1]) < 100
+    for quiet in ("-q", "--json"):
+        assert "tensor" not in ckpt("stats", model, "--progress", "bar", quiet)[2]
 
 
 def test_progress_plain_prints_a_line_per_interval(model: Path, tmp_path: Path, ckpt: Ckpt, monkeypatch) -> None:
