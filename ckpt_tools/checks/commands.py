@@ -174,7 +174,6 @@ def _diff(one: Opened, other: Opened, options: DiffOptions) -> Difference:
     """Compare two models."""
     progress = options.progress
     total = one.checkpoint.total_bytes + other.checkpoint.total_bytes
-    terms = {name: getattr(options, name) for name in ("atol", "rtol", "include", "exclude")}
     result = diffing.diff(
         one,
         other,
@@ -188,8 +187,9 @@ def _diff(one: Opened, other: Opened, options: DiffOptions) -> Difference:
         progress=progress(total) if progress is not None and not options.keys_only else None,
         share=None if options.part is None else parse_part(options.part),
     )
-    shown = {name: ", ".join(map(str, v)) if isinstance(v, Sequence) else v for name, v in terms.items() if v}
-    return replace(result, terms=tuple(f"--{name} {value}" for name, value in shown.items()))
+    given = {name: value for name in ("atol", "rtol", "include", "exclude") if (value := getattr(options, name))}
+    words = {name: value if isinstance(value, float | int) else ", ".join(value) for name, value in given.items()}
+    return replace(result, terms=tuple(f"--{name} {value}" for name, value in words.items()))
 
 
 @takes(StatsOptions, 'ckpt_tools.stats("tuned", against="model").ok', "True")

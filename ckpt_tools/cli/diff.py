@@ -27,8 +27,7 @@ def run(call: CommandCall[Difference], view: DiffView, output: OutputOptions) ->
     with report_to(view.html, "diff", f"{a} ↔ {b}", output) as report:
         with progress_of(output) as factory:
             difference = call(progress=factory)
-        if report is not None:
-            report(diff_page(difference, a, b))
+        report(lambda: diff_page(difference, a, b))
     if output.json:
         print_json(difference.to_dict())
         return 0 if difference.equal else 3

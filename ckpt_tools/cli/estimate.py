@@ -29,8 +29,7 @@ def run(call: CommandCall[Estimate], view: HtmlOptions, output: OutputOptions) -
         with waiting(output, "estimating") as say_instead:
             both = {"activation_checkpointing": "both"} if shows_all else {}
             result = call(on_case=say_instead, **both)
-        if report is not None:
-            report(estimate_page(result))
+        report(lambda: estimate_page(result))
     if output.json:
         print_json(result.to_dict())
     else:

@@ -422,8 +422,7 @@ def run(call: CommandCall[Summary], view: InspectView, output: OutputOptions) ->
         except UnreadableError as error:
             _hint_at_run(error, str(call.given["source"]))
             raise
-        if report is not None:
-            report(build_page(summary, call(**_AS_STORED) if summary.is_virtual else None))
+        report(lambda: build_page(summary, call(**_AS_STORED) if summary.is_virtual else None))
     by_fqn = {entry.fqn: entry for entry in summary.tensors}
     unknown = [fqn for fqn in view.tensor if fqn not in by_fqn]
     if unknown:

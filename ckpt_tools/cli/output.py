@@ -195,22 +195,22 @@ class _Receiver:
 @contextmanager
 def report_to(
     html: AnyPath | None, command: str, subject: str, output: OutputOptions
-) -> Iterator[Callable[[Page], None] | None]:
-    """Yield what writes the command's page; None without `--html`.
+) -> Iterator[Callable[[Callable[[], Page]], None]]:
+    """Yield what makes and writes the command's page; without `--html` it does nothing.
 
     From here on the file tells of this run: that it is not finished, what it came to, or why it failed.
     """
     if html is None or os.environ.get("RANK", "0") != "0":  # under torchrun, only rank 0 speaks
-        yield None
+        yield lambda _: None
         return
     from ckpt_tools.cli.views.write import failed_page, unfinished_page, write_page
 
     path = os.fspath(html)
     is_written = False
 
-    def write(page: Page) -> None:
+    def write(make: Callable[[], Page]) -> None:
         nonlocal is_written
-        write_page(page, path)
+        write_page(make(), path)
         is_written = True
         if not output.is_silent:
             note(f"report: {escape_name(path)}")

@@ -63,8 +63,7 @@ def run(call: CommandCall[PreflightReport], view: PreflightView, output: OutputO
         finally:
             line.close()
             say_findings([*_located(later, places).values()])
-        if write is not None:
-            write(preflight_page(report))
+        write(lambda: preflight_page(report))
     if form == "json":
         print_json(report.to_dict())
     elif form == "text":

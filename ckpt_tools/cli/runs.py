@@ -43,8 +43,7 @@ def run(call: CommandCall[PruneResult], view: HtmlOptions, output: OutputOptions
         if command == "watch":
             more |= {"progress": factory, "each": each}
         pruned = call(**more)
-        if report is not None:
-            report(tending_page(pruned, command))
+        report(lambda: tending_page(pruned, command))
     if output.json:
         print_json(pruned.to_dict())
         return pruned.exit_code

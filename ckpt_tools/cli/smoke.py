@@ -40,12 +40,9 @@ def run(call: CommandCall[SmokeReport], view: HtmlOptions, output: OutputOptions
     with report_to(view.html, "smoke", str(call.given.get("source", "")), output) as write:
 
         def show(report: SmokeReport) -> None:
-            if report.is_primary and write is not None:
-                write(smoke_page(report))
-            if report.is_primary and output.json:
-                print_json(report.to_dict())
-            elif report.is_primary:
-                _print(report, output)
+            if report.is_primary:
+                write(lambda: smoke_page(report))
+                print_json(report.to_dict()) if output.json else _print(report, output)
 
         try:
             report = call(on_phase=follow, on_abandoned=show)

@@ -30,8 +30,7 @@ def run(call: CommandCall[Stats], view: StatsView, output: OutputOptions) -> int
     with report_to(view.html, "stats", source, output) as report:
         with progress_of(output) as factory:
             result = call(progress=factory)
-        if report is not None:
-            report(stats_page(result, source, None if against is None else str(against)))
+        report(lambda: stats_page(result, source, None if against is None else str(against)))
     if output.json:
         print_json(result.to_dict())
         return 0 if result.ok else 3

@@ -49,8 +49,7 @@ def run(call: CommandCall[Verification], view: VerifyView, output: OutputOptions
     with report_to(view.html, "verify", source, output) as report:
         with progress_of(output) as factory:
             result = call(source=paths[0], progress=factory)
-        if report is not None:
-            report(verify_page(result, source))
+        report(lambda: verify_page(result, source))
     if output.json:
         print_json(result.to_dict())
         return 0 if result.ok else 3

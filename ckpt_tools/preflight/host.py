@@ -424,11 +424,9 @@ def check_host(host: Host, needs: Needs) -> HostResult:
 
 
 def _describe(host: Host) -> str:
-    names = sorted({one.name for one in host.devices or ()})
+    names = sorted({escape_name(one.name) for one in host.devices or ()})
     parts = [
-        ""
-        if host.devices is None
-        else f"{counted(len(host.devices), 'GPU')}{f' ({escape_name(names[0])})' if names else ''}",
+        "" if host.devices is None else counted(len(host.devices), "GPU") + f" ({', '.join(names)})" * bool(names),
         f"driver {host.driver}" if host.driver else "",
         f"torch {host.torch}" + (f" for CUDA {host.torch_cuda}" if host.torch_cuda else "") if host.torch else "",
         f"NCCL {host.nccl}" if host.nccl else "",

@@ -218,11 +218,8 @@ def gradients(run: RankRun) -> str:
         run.note(f"{what}: {kinds}")
     run.fact("max_grad_error", errors.worst)
     run.fact("grad_errors", errors.errors)
-    worst = (
-        f"{format_number(errors.worst, 2)} off ({escape_name(errors.worst_name)})"
-        if errors.worst
-        else "equal to the last bit"
-    )
+    off = f"{format_number(errors.worst, 2)} off ({escape_name(errors.worst_name)})"
+    worst = off if errors.worst else "equal to the last bit"
     return f"{errors.compared} compared, the worst {worst}" if errors.worst else f"{errors.compared} compared, {worst}"
 
 

@@ -241,10 +241,8 @@ def describe_verdict(report: SmokeReport) -> str:
     parts = []
     if report.max_grad_error is not None:
         exact = report.max_grad_error == 0
-        parts.append(
-            "gradients "
-            + ("bitwise as the reference" if exact else f"within {format_number(report.max_grad_error, 2)}")
-        )
+        close = f"within {format_number(report.max_grad_error, 2)}"
+        parts.append("gradients " + ("bitwise as the reference" if exact else close))
     parts += [
         f"reload on {result.mesh}{' bitwise' if result.bitwise else ''}"
         for result in (report.reload_same_world, report.reload_other_world)
