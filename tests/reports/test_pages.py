@@ -20,6 +20,7 @@ from samples import examples, shard_model, write_model
 from ckpt_tools.checkpoint.entries import ByteSpan, Checkpoint, Chunk, Finding
 from ckpt_tools.checkpoint.layout import Box, Mesh
 from ckpt_tools.checkpoint.summarise import summarise
+from ckpt_tools.checks.diff import Change
 from ckpt_tools.checks.stats import Stats, TensorStats
 from ckpt_tools.checks.verify import Extent, Unchecked
 from ckpt_tools.cli import main
@@ -99,10 +100,10 @@ def test_pages_keep_hostile_names_as_text_and_load_nothing(read, name):
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; "
         "form-action 'none'"
     )
-    assert len(page.scripts) == (1 if name in ("verify", "estimate", "unfinished", "failed") else 2)
+    assert len(page.scripts) == (1 if name in ("verify", "estimate", "lines", "unfinished", "failed") else 2)
 
 
-@pytest.mark.parametrize("name", ["verify", "stats", "smoke", "preflight"])
+@pytest.mark.parametrize("name", ["verify", "stats", "smoke", "preflight", "lines"])
 def test_pages_say_every_finding_with_where_and_fix(read, name):
     for finding in results.FINDINGS:
         assert all(part in read[name].text for part in (finding.code, finding.where, finding.what, finding.hint))
@@ -451,12 +452,22 @@ def test_estimate_recommends_one_and_says_why():
     assert fitting(full_shard=True, no_shard=False).recommendation == f"full_shard {held}; the only one that fits"
     assert estimate_page(some).verdict == f"Recommended: {some.recommendation}"
     assert estimate_page(some).sections[0].parts[0].bars[0].name.startswith("recommended: shard_grad_op")
+    alone = estimate_page(fitting(full_shard=True))
+    assert alone.verdict.startswith("Tried: full_shard on dp_shard=8")
+    assert alone.sections[0].parts[0].bars[0].name == "tried: full_shard on dp_shard=8"
     none = fitting(full_shard=False)
     assert none.recommendation is None
     change = Proposal(what="--lora", estimate=results.case(True))
     none = replace(none, proposals=(change,))
     assert estimate_page(none).verdict == f"does NOT fit in 80 GB (74.5 GiB); with --lora it would: full_shard {held}"
     assert estimate_page(none).sections[0].title == "What would fit"
+
+
+def test_counts_have_separators_and_numbers_few_powers_of_ten():
+    changed = tuple(Change(fqn=f"l.{i}.up", what="differs", relative=1234.5) for i in range(12345))
+    page = diff_page(results.difference(changed=changed, num_equal=23456))
+    assert page.verdict.startswith("12,345 differ, 23,456 equal")
+    assert next(part for part in page.parts() if isinstance(part, PageTable)).rows[0][1] == "1,230"
 
 
 def test_inspect_page_leads_with_missing_files():
