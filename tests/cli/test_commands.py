@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from corrupt import damage
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from samples import ASSETS, MODEL, files_of, safetensors_bytes, shard_model, staging_left, tensor, write_model
 
 from ckpt_tools import api
@@ -425,6 +425,20 @@ def test_progress_goes_to_stderr_alone(model: Path, tmp_path: Path, capfd, mode:
     out, err = capfd.readouterr()
     assert out.startswith("wrote")
     assert ("B/s" in err or "%" in err) == (mode == "bar")
+
+
+def test_a_tensor_of_several_blocks_counts_once(tmp_path: Path) -> None:
+    save_file({"large": torch.zeros(5 << 20), "small": torch.zeros(2)}, tmp_path / "m.safetensors")
+    counted = []
+
+    class Receiver:
+        def __call__(self, nbytes: int) -> None: ...
+
+        def count(self, *told: object) -> None:
+            counted.append(told)
+
+    api.verify(tmp_path / "m.safetensors", level="values", progress=lambda _: Receiver())
+    assert counted == [("tensor", 1, 2), ("tensor", 2, 2)]
 
 
 def test_command_without_a_total_says_that_it_goes_on(capsys, monkeypatch):

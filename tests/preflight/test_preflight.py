@@ -20,13 +20,15 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from ckpt_tools import api
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checkpoint.layout import parse_mesh
 from ckpt_tools.cli import main
 from ckpt_tools.cli.output import ChangingLine
-from ckpt_tools.cli.preflight import _lines
+from ckpt_tools.cli.preflight import _lines, _located
 from ckpt_tools.errors import UsageError
 from ckpt_tools.preflight import run as run_module
 from ckpt_tools.preflight.model_facts import find_sources
+from ckpt_tools.preflight.places import ConfigLocation
 from ckpt_tools.preflight.report import CHECKS
 from ckpt_tools.preflight.spec import ParallelSpec
 
@@ -166,6 +168,22 @@ def test_preflight_counts_its_checks(tmp_path, capsys, monkeypatch, options, tot
     monkeypatch.setattr(ChangingLine, "show", lambda _, text: shown.append(text))
     run(capsys, write(tmp_path), *options)
     assert [text.partition(":")[0] for text in shown] == [f"check {n} of {total}" for n in range(1, total + 1)]
+
+
+def test_findings_come_by_severity_then_file_and_line():
+    kinds = [
+        ("info", "a", 1),
+        ("error", "b", 2),
+        ("warning", "b", 10),
+        ("error", "a", 9),
+        ("error", "", 0),
+        ("error", "b", 1),
+    ]
+    found = [getattr(Finding, kind)(f"c{i}", "key", "what") for i, (kind, _, _) in enumerate(kinds)]
+    places = {one: ConfigLocation(path, line) for one, (_, path, line) in zip(found, kinds, strict=True) if path}
+    shown = [(one.severity, one.where) for one in _located(found, places).values()]
+    errors = [("error", f"{place}key") for place in ("a:9: ", "b:1: ", "b:2: ", "")]
+    assert shown == [*errors, ("warning", "b:10: key"), ("info", "a:1: key")]
 
 
 SECRETS = """
