@@ -61,7 +61,7 @@ def _print_table(screen: Screen, result: Estimate) -> None:
     first = result.cases[0].case
     ranks = counted(first.mesh.world_size, "rank")
     screen.line(f"{escape_name(result.model)}: {result.params:,} parameters, {ranks}", "heading")
-    tokens = f"{first.batch_size} × {first.seq_len} tokens per rank, {first.optimizer}"
+    tokens = f"{first.batch_size:,} × {first.seq_len:,} tokens per rank, {first.optimizer}"
     table = _table(result)
     screen.line(f"{_dtypes(first)}, {tokens}; {table.caption}")
     screen.show(table)
@@ -152,7 +152,7 @@ def estimate_page(result: Estimate) -> page.Page:
     """Return the page of an estimate: the one recommended first."""
     first = result.cases[0].case
     sizes = f"{count_text(result.params)} parameters · {counted(first.mesh.world_size, 'rank')}"
-    title = f"{sizes} · {first.optimizer} · {first.batch_size} × {first.seq_len} tokens per rank · {_dtypes(first)}"
+    title = f"{sizes} · {first.optimizer} · {first.batch_size:,} × {first.seq_len:,} tokens per rank · {_dtypes(first)}"
     sections, mood = estimate_sections(result), None
     verdict = "No device to compare with: give --gpu-memory."
     if result.gpu_memory is not None:

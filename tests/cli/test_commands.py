@@ -195,7 +195,7 @@ def test_diff_json_has_the_documented_fields(run: Path, tmp_path: Path, ckpt: Ck
     assert [identity["format"] for identity in document.pop("identities")] == ["hf", "dcp"]
     assert document == {
         "schema_version": 1, "equal": True, "only_in_a": [], "only_in_b": [], "changed": [],
-        "num_equal": len(MODEL), "notes": [], "keys_only": False,
+        "num_equal": len(MODEL), "notes": [], "keys_only": False, "terms": [],
     }  # fmt: skip
     other = {k: v for k, v in MODEL.items() if k != "model.step"} | {UP: tensor("BF16", 16, 8, seed=99)}
     write_model(tmp_path / "other", other | {"x": tensor("U8", 1), "model.empty": tensor("F32", 0, 4)})
@@ -203,7 +203,8 @@ def test_diff_json_has_the_documented_fields(run: Path, tmp_path: Path, ckpt: Ck
     assert document["only_in_a"] == ["model.step"]
     assert document["only_in_b"] == ["x"]
     assert {change["fqn"] for change in document["changed"]} == {UP, "model.empty"}
-    assert ckpt_json("diff", tmp_path / "model", tmp_path / "other", "--include", "**embed**")["equal"]
+    limited = ckpt_json("diff", tmp_path / "model", tmp_path / "other", "--include", "**embed**")
+    assert (limited["equal"], limited["terms"]) == (True, ["--include **embed**"])
     assert ckpt_json("diff", tmp_path / "model", tmp_path / "other", "--exclude", "{x,**}", code=2)
     code, out, _ = ckpt("diff", tmp_path / "model", tmp_path / "other")
     assert code == 3
