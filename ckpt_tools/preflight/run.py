@@ -254,7 +254,7 @@ def preflight(options: PreflightOptions) -> PreflightReport:
             shapes = {} if view.facts is None else view.facts.shapes
             too_small = blocks_too_small(spec, shapes)
             doubted = replace(question, why_not=too_small) if too_small and not no_memory else question
-            estimate = _check_memory(check, run, spec, doubted, None if too_small else estimating, gpu_memory)
+            estimate = _check_memory(check, run, config, doubted, None if too_small else estimating, gpu_memory)
     for code in set(options.ignore) - {one.code for one in run.ignored}:
         run.notes.append(f"--ignore {escape_name(code)}: no such finding")
     return run.report(
@@ -380,7 +380,7 @@ def _question(config: Config, sources: Sources, options: PreflightOptions) -> Me
 def _check_memory(
     check: Check,
     run: PreflightRun,
-    spec: ParallelSpec,
+    config: Config,
     question: MemoryQuestion,
     estimating: Child[Estimate] | None,
     gpu_memory: int | None,
@@ -403,7 +403,7 @@ def _check_memory(
     if doubt := doubt_of(found, question):
         run.not_checked.append(f"whether it fits: {doubt}")
     else:
-        check.findings, check.was_made = check_memory(found, spec), found.fits is not None
+        check.findings, check.was_made = run.placed(check_memory(found, config.spec), config), found.fits is not None
     run.not_checked += [f"whether it fits: {case.doubt}" for case in found.cases if case.doubt is not None]
     check.what += f"; a device has {format_device(gpu_memory)}"
     return found
