@@ -1,18 +1,25 @@
-"""What all results of the public functions have in common: a short text, a table for notebooks, the JSON document."""
+"""What all results of the public functions have in common: short text, what a notebook shows, the JSON document."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields, is_dataclass
+from importlib import import_module
 from itertools import islice
 from typing import Any
 
 from ckpt_tools.text import escape_message, escape_name, first_few
-from ckpt_tools.units import format_size
+from ckpt_tools.units import format_number, format_size
 
 SCHEMA_VERSION = 1
 """Of every JSON document. Within a version fields are added, never renamed or removed."""
+_PAGES = {
+    "Difference": "diff.diff_page", "Estimate": "estimate.estimate_page", "PreflightReport": "preflight.preflight_page",
+    "PruneResult": "runs.tending_page", "SmokeReport": "smoke.smoke_page", "Stats": "stats.stats_page",
+    "Summary": "inspection.build_page", "Verification": "verify.verify_page",
+}  # fmt: skip
+"""Result → what makes its page, in `cli/`."""
 _MAX_ROWS = 18  # Fields that are shown
 _MAX_CHARS = 100  # Of the text of one
 
@@ -44,6 +51,15 @@ class Result:
         return "\n".join([self._head(), *(f"  {name:<{width}}  {text}" for name, text in rows)])
 
     def _repr_html_(self) -> str:
+        """Return the top of the result's page; a table of its fields where it has no page.
+
+        Pages are made in `cli/`, above this room. As with the functions of commands, only their names are known here,
+        and they are resolved when a notebook asks: no import runs upwards, and who shows no page loads none.
+        """
+        if type(self).__name__ in _PAGES:
+            module, _, make = _PAGES[type(self).__name__].partition(".")
+            page = getattr(import_module(f"ckpt_tools.cli.{module}"), make)(self)
+            return str(import_module("ckpt_tools.cli.views.write").build_summary(page))
         from html import escape
 
         cell = '<{0} style="text-align: left">{1}</{0}>'
@@ -118,7 +134,7 @@ def _item(value: Any) -> str:  # noqa: ANN401 - whatever a field holds
     if isinstance(value, Result):
         return value.title or type(value).__name__
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return format_number(value, 4)
     if hasattr(value, "severity"):
         return f"{value.severity}: {value.code}: {value.what}"
     if hasattr(value, "label"):

@@ -58,7 +58,7 @@ def escape_message(text: str) -> str:
 def first_few(names: Collection[str], limit: int = 3) -> str:
     """List up to `limit` names, escaped, and how many more there are: "a, b, c and 4 more"."""
     shown = ", ".join(escape_name(name) for name in islice(names, limit))
-    return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")
+    return shown + (f" and {len(names) - limit:,} more" if len(names) > limit else "")
 
 
 _NUMBER = re.compile(r"(\d{1,18})", re.ASCII)

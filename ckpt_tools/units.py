@@ -49,6 +49,16 @@ def format_size(num_bytes: float) -> str:
     return f"{value:.{digits}f} {unit}"
 
 
+def format_device(num_bytes: int) -> str:
+    """Return the memory of a device as its maker names it, and as what is held against it: "80 GB (74.5 GiB)"."""
+    return f"{format_number(num_bytes / 10**9)} GB ({format_size(num_bytes)})"
+
+
+def format_number(number: float, digits: int = 3) -> str:
+    """Return a number for people: 0.0123, 12,300; with a power of ten only far below a thousandth or from 10⁶ on."""
+    return f"{float(f'{number:.{digits}g}'):,.6g}"
+
+
 def parse_duration(text: str) -> float:
     """Return the seconds that `text` stands for ("12h", "1d")."""
     match = re.fullmatch(r"(\d{1,9})\s*([smhdw])", text.strip(), re.ASCII)

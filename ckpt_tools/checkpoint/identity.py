@@ -11,6 +11,7 @@ from typing import Literal
 
 from ckpt_tools.results import Result
 from ckpt_tools.text import counted, escape_message
+from ckpt_tools.units import format_number
 
 Known = Literal["yes", "no", "not known"]
 Whole = Literal["yes", "part", "not known"]
@@ -110,7 +111,7 @@ def count_text(number: int) -> str:
     """Return a number of parameters as people write it: 8.2 B, 135 M, 1,234."""
     for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
         if number >= size:
-            return f"{number / size:.3g} {unit}"
+            return f"{format_number(number / size)} {unit}"
     return f"{number:,}"
 
 

@@ -174,7 +174,7 @@ def _diff(one: Opened, other: Opened, options: DiffOptions) -> Difference:
     """Compare two models."""
     progress = options.progress
     total = one.checkpoint.total_bytes + other.checkpoint.total_bytes
-    return diffing.diff(
+    result = diffing.diff(
         one,
         other,
         keys_only=options.keys_only,
@@ -187,6 +187,9 @@ def _diff(one: Opened, other: Opened, options: DiffOptions) -> Difference:
         progress=progress(total) if progress is not None and not options.keys_only else None,
         share=None if options.part is None else parse_part(options.part),
     )
+    given = {name: value for name in ("atol", "rtol", "include", "exclude") if (value := getattr(options, name))}
+    words = {name: value if isinstance(value, float | int) else ", ".join(value) for name, value in given.items()}
+    return replace(result, terms=tuple(f"--{name} {value}" for name, value in words.items()))
 
 
 @takes(StatsOptions, 'ckpt_tools.stats("tuned", against="model").ok', "True")

@@ -61,6 +61,8 @@ class Difference(CheckedResult):
     """What both are."""
     keys_only: bool = False
     """Names, shapes and dtypes were compared, and no values."""
+    terms: tuple[str, ...] = ()
+    """Options that let fewer differences count: tolerances, and names that were chosen."""
 
     @property
     def equal(self) -> bool:
@@ -139,7 +141,8 @@ def diff(
         every = [fqn for fqn in shared if fqn not in changed]
         alike = [entry.fqn for entry in own_tensors([replace(ours[fqn], fqn=fqn) for fqn in every], share)]
         if share is not None:
-            left_out += (f"the bytes of {len(every) - len(alike)} of {len(shared)} tensors: the other parts' (--part)",)
+            num_left = len(every) - len(alike)
+            left_out += (f"the bytes of {num_left:,} of {len(shared):,} tensors: the other parts' (--part)",)
             read = {*alike, *changed}
             shared = [fqn for fqn in shared if fqn in read]
         left, right = _resolve(a, ours, alike), _resolve(b, theirs, alike)

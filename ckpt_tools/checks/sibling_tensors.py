@@ -42,11 +42,11 @@ def gathered(
         kinds.setdefault(kind_of(fqn), []).append(fqn)
     groups = list(kinds.values())
     told = [
-        (fqn, f"tensor {fqn!r}: {found[fqn]}" + (f"; and {len(o)} more like it: {first_few(o, 2)}" if o else ""))
+        (fqn, f"tensor {fqn!r}: {found[fqn]}" + (f"; and {len(o):,} more like it: {first_few(o, 2)}" if o else ""))
         for fqn, *o in groups[:_MOST]
     ]
     if left := [fqn for group in groups[_MOST:] for fqn in group]:
-        told.append((left[0], f"{len(left)} more tensors: {first_few(left, 2)}"))
+        told.append((left[0], f"{len(left):,} more tensors: {first_few(left, 2)}"))
     for fqn, what in told:
         yield Finding(code=code, severity=severity, where=(where or {}).get(fqn, fqn), what=what, hint=hint)
 

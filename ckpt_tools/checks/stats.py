@@ -33,6 +33,7 @@ from ckpt_tools.transfer.read import Buffers, read_block
 from ckpt_tools.transfer.statistics import Moments, Tally, measures
 from ckpt_tools.transfer.task import Look
 from ckpt_tools.transfer.value_counts import Counts
+from ckpt_tools.units import format_number
 
 # How many directions a matrix uses, to judge by a sample of its rows
 
@@ -209,11 +210,11 @@ def stats(
         shown = {fqn: (fqn, named[fqn].fqn, theirs[fqn].fqn) for fqn in updating}
         findings += check_updates({fqn: each.update for fqn, each in updating.items()}, trained, frozen, shown)
     if cast := [fqn for fqn, each in updating.items() if each.is_cast]:
-        missed.append(f"what rounding alone changed of {len(cast)} tensors of another dtype: {first_few(cast)}")
+        missed.append(f"what rounding alone changed of {len(cast):,} tensors of another dtype: {first_few(cast)}")
     if weights := dict.fromkeys(parts.values()):
-        missed.append(f"{len(weights)} quantised weights (--dequantize measures them): {first_few(weights)}")
+        missed.append(f"{len(weights):,} quantised weights (--dequantize measures them): {first_few(weights)}")
     if unseen := [fqn for fqn in unseen_values(checkpoint) if fqn not in parts]:
-        missed.append(f"the values of {len(unseen)} tensors of packed or complex numbers: {first_few(unseen)}")
+        missed.append(f"the values of {len(unseen):,} tensors of packed or complex numbers: {first_few(unseen)}")
     return Stats(
         tensors=rows,
         findings=tuple(findings),
@@ -232,7 +233,7 @@ def _companion(opened: Opened, named: Mapping[str, TensorEntry]) -> Iterator[str
         return
     model = {id(entry) for entry in plain_names(opened.checkpoint).values()}
     if left := [entry.fqn for entry in opened.checkpoint.tensors if id(entry) not in model]:
-        yield f"{len(left)} tensors that are not the model's: {first_few(left)}"
+        yield f"{len(left):,} tensors that are not the model's: {first_few(left)}"
 
 
 def _check_digests(opened: Opened, named: Mapping[str, TensorEntry], outcome: Outcome) -> None:
@@ -267,9 +268,10 @@ def _outliers(rows: Sequence[TensorStats]) -> Iterator[Finding]:
         "largest magnitude": {fqn: each.absmax for fqn, each in moments.items()},
         "relative update": {r.fqn: r.update.relative or 0.0 for r in rows if r.update is not None},
     }
+    said = "its {} is {}, that of the same weight in other layers about {}"
     for name, (code, fewest_bits) in _FIGURES.items():
         found = {
-            fqn: f"its {name} is {figures[name][fqn]:.3g}, that of the same weight in other layers about {usual:.3g}"
+            fqn: said.format(name, format_number(figures[name][fqn]), format_number(usual))
             for fqn, usual in outliers(figures[name], alike, fewest_bits)
         }
         yield from gathered(found, "warning", code, "was this layer loaded, initialised and trained like the others?")

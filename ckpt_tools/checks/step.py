@@ -117,6 +117,8 @@ def join(found: Mapping[str, Result], identities: tuple[Identity, ...]) -> Resul
     values: dict[str, Any] = {}
     for field in fields(first):
         parts = [(name, getattr(each, field.name)) for name, each in found.items()]
+        if field.name in ("keys_only", "terms"):  # what was asked for, once
+            continue
         if isinstance(parts[0][1], tuple):
             is_text = field.name in ("notes", "not_checked")
             values[field.name] = tuple(

@@ -64,7 +64,7 @@ def check_copies(tensors: Iterable[TensorEntry], source: Source) -> Iterator[Fin
             continue
         said |= {other for other in others if prints[other].keys() == prints[file].keys()}
         shown = first_few(sorted(others, key=natural_key), limit=4)
-        what = f"all of its {len(prints[file])} chunks are equal, place by place, to those of {shown}"
+        what = f"all of its {len(prints[file]):,} chunks are equal, place by place, to those of {shown}"
         if any(_are_parts(prints[file][key], prints[other][key]) for key in varied for other in others):
             hint = (
                 "one file was copied over the other: restore it. If they are meant to be equal, `ckpt reshard` writes "

@@ -14,6 +14,7 @@ from ckpt_tools.checks.sibling_tensors import gathered
 from ckpt_tools.results import as_json
 from ckpt_tools.text import first_few
 from ckpt_tools.transfer.paired_reader import PairedReader
+from ckpt_tools.units import format_number
 
 _PIECE_ELEMS = 1 << 16
 
@@ -121,17 +122,17 @@ def check_updates(
     if not same:
         return
     if len(same) == len(free):
-        what = f"none of the {len(free)} weights" + (" that are not frozen" if frozen else "") + " has changed"
+        what = f"none of the {len(free):,} weights" + (" that are not frozen" if frozen else "") + " has changed"
         make = Finding.error if frozen else Finding.info
         yield make("nothing-trained", "--against", what, "are these two steps of one run, and did the optimizer step?")
     elif frozen:
         hint = "has it a gradient, and is it in the optimizer? An update below a step of its dtype is lost as well"
         yield from gathered(dict.fromkeys(same, "not one element has changed"), "warning", "not-trained", hint)
     else:
-        what = f"{len(same)} of {len(free)} weights have not changed: {first_few(same)}"
+        what = f"{len(same):,} of {len(free):,} weights have not changed: {first_few(same)}"
         yield Finding.info("unchanged", "--against", what, "--frozen GLOB says which should not")
 
 
 def _describe(update: Update) -> str:
-    by = "" if update.relative is None else f", relative change {update.relative:.2g}"
+    by = "" if update.relative is None else f", relative change {format_number(update.relative, 2)}"
     return f"{update.num_changed} of {update.num_elems} elements have changed{by}"

@@ -107,7 +107,7 @@ def check_values(opened: Opened, checkpoint: Checkpoint, counts: Mapping[str, Co
         what = f"tensor {entry.fqn!r}: all {entry.num_elems} elements are 0"
         yield Finding.warning(ALL_ZERO, _holder(entry, Counts())[0], what, "was it ever initialised, loaded, gathered?")
     if left := [entry.fqn for entry in zero[_MOST:]]:
-        what = f"{len(left)} more weights are all 0: {first_few(left, 2)}"
+        what = f"{len(left):,} more weights are all 0: {first_few(left, 2)}"
         yield Finding.warning(ALL_ZERO, _holder(zero[_MOST], Counts())[0], what)
 
 
@@ -132,7 +132,7 @@ def sample(opened: Opened, *, most_bytes: int) -> tuple[list[Finding], str]:
     seen = scan(chosen, opened.source, num_workers=1, on_damage=tell, counting=True)
     found = [*damaged, *check_values(opened, replace(model, tensors=tuple(chosen)), seen.counts)]
     num_left = len(opened.checkpoint.tensors) - len(chosen)
-    what = f"the values of {num_left} of {len(opened.checkpoint.tensors)} tensors (ckpt verify --level values)"
+    what = f"the values of {num_left:,} of {len(opened.checkpoint.tensors):,} tensors (ckpt verify --level values)"
     return found, what if num_left else ""
 
 

@@ -186,7 +186,7 @@ def find_causes(
             names = {each.tensor for each in named}
             facts = [
                 escape_name(place),
-                f"in {len(names)} of {counted(num_tensors, 'tensor')}" if names else counted(len(group), "finding"),
+                f"in {len(names):,} of {counted(num_tensors, 'tensor')}" if names else counted(len(group), "finding"),
             ]
             if code in ("missing-file", "short-file") and place in lost:
                 facts.append(f"{format_size(lost[place])} of {format_size(total)}")
@@ -315,7 +315,7 @@ def verify(
         if share is not None:
             own = own_tensors(sound, share)
             other = "" if is_first else ", and other files and items"
-            text = f"the bytes of {len(sound) - len(own)} of {len(sound)} tensors{other}: the other parts' (--part)"
+            text = f"the bytes of {len(sound) - len(own):,} of {len(sound):,} tensors{other}: the other parts' (--part)"
             unchecked.append(Unchecked(what=text))
             sound, partial = list(own), partial if is_first else []
             names = {entry.fqn for entry in sound}
@@ -339,7 +339,9 @@ def verify(
         nbytes += sum(chunk.span.nbytes for entry in partial for chunk in firsts(entry))
         unchecked += _unchecked_chunks(opened, [*sound, *partial], outcome, damaged)
         if is_first and (unsummed := check_blobs(opened, findings)):
-            what = f"what {unsummed} of {len(opened.checkpoint.blobs)} non-tensor items hold, which have no checksum"
+            what = (
+                f"what {unsummed:,} of {len(opened.checkpoint.blobs):,} non-tensor items hold, which have no checksum"
+            )
             unchecked.append(Unchecked(what=what))
         held = look_into((blob for blob in checkpoint.blobs if is_inside(opened, blob.span)), opened.source)
         objects = sum((each.census for each in held.values()), objects)
@@ -412,7 +414,7 @@ def _unseen_values(checkpoint: Checkpoint, level: Level) -> Iterator[Unchecked]:
     if level == "data" and checkpoint.tensors:
         yield Unchecked(what="whether the values are finite (use --level values)")
     elif unseen := unseen_values(checkpoint):
-        yield Unchecked(what=f"the values of {len(unseen)} tensors of packed or complex numbers: {first_few(unseen)}")
+        yield Unchecked(what=f"the values of {len(unseen):,} tensors of packed or complex numbers: {first_few(unseen)}")
 
 
 def _unchecked_chunks(
@@ -451,7 +453,7 @@ class Summed:
 def _unknown_places(opened: Opened) -> Iterator[Unchecked]:
     is_bare = opened.manifest is None and opened.format.in_items
     if files := equal_layouts(opened.checkpoint.tensors) if is_bare else []:
-        shown = f"{len(files)}: {first_few(files, 2)}"
+        shown = f"{len(files):,}: {first_few(files, 2)}"
         what = f"whether files of equal layout were swapped ({shown}); a manifest or --against shows it"
         yield Unchecked(what=what, copy_tells=True)
 

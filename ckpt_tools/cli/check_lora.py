@@ -41,7 +41,7 @@ def _say_adapter(result: LoraCheck, *, verbose: bool) -> None:
     say(f"{result.kind} of {counted(result.num_modules, 'module')}{family}, in {result.convention}'s names")
     say(f"rank {result.rank if result.rank is not None else 'none'}{ranks}, alpha {alpha}{alphas}")
     targets = result.targets if verbose else result.targets[:8]
-    more = f" … and {len(result.targets) - len(targets)} more" if len(targets) < len(result.targets) else ""
+    more = f" … and {len(result.targets) - len(targets):,} more" if len(targets) < len(result.targets) else ""
     say(f"targets: {', '.join(map(escape_name, targets))}{more}")
 
 

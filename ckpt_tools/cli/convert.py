@@ -105,7 +105,7 @@ def _print_conversion(result: Conversion, output: OutputOptions) -> None:
         for name, nbytes in shown:
             say(f"  {format_size(nbytes):>10}  {escape_name(name)}")
         if len(shown) < len(result.files):
-            say(f"  … and {len(result.files) - len(shown)} more (-v lists all)")
+            say(f"  … and {len(result.files) - len(shown):,} more (-v lists all)")
 
 
 def _checked(result: Conversion) -> str:

@@ -16,9 +16,9 @@ from ckpt_tools.cli.views.layouts import format_ranges
 from ckpt_tools.options.check import DiffView
 from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.text import counted, escape_message, escape_name, natural_key
+from ckpt_tools.units import format_number
 
 _MOST = 40  # Lines
-_TERMS = ("atol", "rtol", "include", "exclude")  # Options that let fewer differences count
 
 
 def run(call: CommandCall[Difference], view: DiffView, output: OutputOptions) -> int:
@@ -27,12 +27,7 @@ def run(call: CommandCall[Difference], view: DiffView, output: OutputOptions) ->
     with report_to(view.html, "diff", f"{a} ↔ {b}", output) as report:
         with progress_of(output) as factory:
             difference = call(progress=factory)
-        if report is not None:
-            told = {name: call.given[name] for name in _TERMS if call.given.get(name)}
-            terms = [
-                f"--{name} {', '.join(map(str, v)) if isinstance(v, list | tuple) else v}" for name, v in told.items()
-            ]
-            report(diff_page(difference, a, b, keys_only=call.given["keys_only"], terms=terms))
+        report(lambda: diff_page(difference, a, b))
     if output.json:
         print_json(difference.to_dict())
         return 0 if difference.equal else 3
@@ -45,9 +40,9 @@ def run(call: CommandCall[Difference], view: DiffView, output: OutputOptions) ->
     for line in lines if view.tensors else lines[:_MOST]:
         say(line)
     if len(lines) > _MOST and not view.tensors:
-        say(f"… and {len(lines) - _MOST} more lines (--tensors lists every tensor)")
+        say(f"… and {len(lines) - _MOST:,} more lines (--tensors lists every tensor)")
     if not output.quiet:
-        say(_summary(difference, keys_only=call.given["keys_only"]))
+        say(_summary(difference))
     return 0 if difference.equal else 3
 
 
@@ -78,12 +73,13 @@ def _rank(change: Change) -> int:
 def _describe(changes: Sequence[Change]) -> str:
     """Return how the values of one tensor differ, or those of several."""
     sizes = [change.relative for change in changes if change.relative is not None]
-    by = f", relative change {median(sizes):.2g}" if sizes else ""
+    by = f", relative change {format_number(median(sizes), 2)}" if sizes else ""
     if len(changes) == 1:
         return changes[0].what + by
-    by += f" (most {max(sizes):.2g})" if sizes and f"{max(sizes):.2g}" != f"{median(sizes):.2g}" else ""
+    usual, most = (format_number(find(sizes), 2) if sizes else "" for find in (median, max))
+    by += f" (most {most})" if most != usual else ""
     odd = [change.what.partition("; ")[2] for change in changes if "with NaN" in change.what]
-    return f"values differ{by}" + (f"; {len(odd)} of them: {odd[0]}" if odd else "")
+    return f"values differ{by}" + (f"; {len(odd):,} of them: {odd[0]}" if odd else "")
 
 
 def _folded(fqns: Sequence[str]) -> str:
@@ -95,33 +91,35 @@ def _folded(fqns: Sequence[str]) -> str:
         str(c[0]) if len(c) == 1 else f"{{{format_ranges(sorted(map(int, c)))}}}" if i % 2 else "*"
         for i, c in enumerate(columns)
     ]
-    return f"{escape_name(''.join(parts))} ×{len(fqns)}"
+    return f"{escape_name(''.join(parts))} ×{len(fqns):,}"
 
 
 def _counts(difference: Difference) -> list[tuple[str, str]]:
     """Return how many tensors differ, are equal, or are on one side alone."""
     numbers = (len(difference.changed), difference.num_equal, len(difference.only_in_a), len(difference.only_in_b))
-    return list(zip(("differ", "equal", "only in A", "only in B"), map(str, numbers), strict=True))
+    return list(zip(("differ", "equal", "only in A", "only in B"), map("{:,}".format, numbers), strict=True))
 
 
-def _summary(difference: Difference, *, keys_only: bool) -> str:
+def _summary(difference: Difference) -> str:
     """Return the last line: how many differ, and how."""
-    what = " (names, shapes and dtypes)" if keys_only else ""
+    what = " (names, shapes and dtypes)" if difference.keys_only else ""
     if difference.equal:
         return f"equal{what}"
     text = ", ".join(f"{number} {name}" for name, number in _counts(difference)) + what
     sizes = [(change.relative, change.fqn) for change in difference.changed if change.relative is not None]
     if len(sizes) > 1:
         most, fqn = max(sizes)
-        text += f"\nrelative change {median(size for size, _ in sizes):.2g}, most {most:.2g}: {escape_name(fqn)}"
+        usual = median(size for size, _ in sizes)
+        text += f"\nrelative change {format_number(usual, 2)}, most {format_number(most, 2)}: {escape_name(fqn)}"
     return text
 
 
 # The page
 
 
-def diff_page(difference: Difference, a: str, b: str, *, keys_only: bool, terms: Sequence[str] = ()) -> page.Page:
-    """Return the page of a comparison; `terms` are what limits it: tolerances, and names that were chosen."""
+def diff_page(difference: Difference, a: str = "A", b: str = "B") -> page.Page:
+    """Return the page of a comparison."""
+    keys_only, terms = difference.keys_only, difference.terms
     compared = "names, shapes and dtypes; no data was read" if keys_only else "names, shapes, dtypes and every value"
     rows = [("compared", compared), *_counts(difference)]
     sections = [*_changed_sections(difference, _odd(difference), page.UNREAD if keys_only else "equal")]
@@ -150,7 +148,7 @@ def _odd(difference: Difference) -> list[Finding]:
     changes = {change.fqn: change for change in difference.changed}
     sizes = {fqn: change.relative for fqn, change in changes.items() if change.relative is not None}
     far, others = outliers(sizes, {fqn: kind_of(fqn) for fqn in sizes}, 1.0), "the same weight in other layers by about"
-    found = {fqn: f"changed by {sizes[fqn]:.3g}, {others} {usual:.3g}" for fqn, usual in far}
+    found = {fqn: f"changed by {format_number(sizes[fqn])}, {others} {format_number(usual)}" for fqn, usual in far}
     found |= {fqn: change.what for fqn, change in changes.items() if change.relative is None}
     return list(gathered(found, "info", "stands-out", "`ckpt stats` shows what it is like in each"))
 
@@ -168,7 +166,7 @@ def _changed_sections(difference: Difference, odd: Sequence[Finding], otherwise:
         f"All {counted(len(changed), 'changed tensor')}, the most changed first",
         "tensor, >relative change, what",
         ordered,
-        lambda change: (change.fqn, "≠" if change.relative is None else f"{change.relative:.3g}", change.what),
+        lambda change: (change.fqn, "≠" if change.relative is None else format_number(change.relative), change.what),
         is_folded=len(changed) > 20,
     )
     yield page.PageSection(f"Changed: {len(changed):,}", [*parts, table])

@@ -16,7 +16,7 @@ from ckpt_tools.estimate.case import Case
 from ckpt_tools.estimate.report import CaseEstimate, Moment
 from ckpt_tools.options.output import HtmlOptions, OutputOptions
 from ckpt_tools.text import counted, escape_name
-from ckpt_tools.units import format_size
+from ckpt_tools.units import format_device, format_size
 
 
 def run(call: CommandCall[Estimate], view: HtmlOptions, output: OutputOptions) -> int:
@@ -26,10 +26,10 @@ def run(call: CommandCall[Estimate], view: HtmlOptions, output: OutputOptions) -
         raise UsageError("--frozen-dtype needs --lora")
     shows_all = "all" in given.get("strategy", ()) and "activation_checkpointing" not in given
     with report_to(view.html, "estimate", str(given.get("model") or given.get("params") or ""), output) as report:
-        with waiting(output, "estimating"):
-            result = call(activation_checkpointing="both") if shows_all else call()
-        if report is not None:
-            report(estimate_page(result))
+        with waiting(output, "estimating") as say_instead:
+            both = {"activation_checkpointing": "both"} if shows_all else {}
+            result = call(on_case=say_instead, **both)
+        report(lambda: estimate_page(result))
     if output.json:
         print_json(result.to_dict())
     else:
@@ -61,7 +61,7 @@ def _print_table(screen: Screen, result: Estimate) -> None:
     first = result.cases[0].case
     ranks = counted(first.mesh.world_size, "rank")
     screen.line(f"{escape_name(result.model)}: {result.params:,} parameters, {ranks}", "heading")
-    tokens = f"{first.batch_size} × {first.seq_len} tokens per rank, {first.optimizer}"
+    tokens = f"{first.batch_size:,} × {first.seq_len:,} tokens per rank, {first.optimizer}"
     table = _table(result)
     screen.line(f"{_dtypes(first)}, {tokens}; {table.caption}")
     screen.show(table)
@@ -116,7 +116,7 @@ def _print_verdict(screen: Screen, result: Estimate, *, quiet: bool) -> None:
     if result.fits is not None:
         screen.line(_verdict(result))
     if result.fits:
-        screen.line(f"{'recommended' if len(result.cases) > 1 else 'tried'}: {result.recommendation}")
+        screen.line(f"{_chosen(result)}: {result.recommendation}")
         return
     for proposal in () if quiet else result.proposals:
         found = proposal.estimate
@@ -128,15 +128,16 @@ def _print_verdict(screen: Screen, result: Estimate, *, quiet: bool) -> None:
         screen.line(f" hint: {_NOTHING}")
 
 
+def _chosen(result: Estimate) -> str:
+    """Return what the way that fits best is called: one of several is recommended."""
+    return "recommended" if len(result.cases) > 1 else "tried"
+
+
 _NOTHING = "none of the changes tried fits: use a larger device, more ranks, or a smaller model"
 
 
-def _device(nbytes: int) -> str:
-    return f"{nbytes / 10**9:.3g} GB ({format_size(nbytes)})"
-
-
 def _verdict(result: Estimate) -> str:
-    device = _device(result.gpu_memory or 0)
+    device = format_device(result.gpu_memory or 0)
     if result.fits:
         return f"fits in {device}: {', '.join(case.case.label for case in result.cases if case.fits)}"
     return f"does NOT fit in {device}" if result.fits is False else f"not known whether it fits in {device}"
@@ -151,7 +152,7 @@ def estimate_page(result: Estimate) -> page.Page:
     """Return the page of an estimate: the one recommended first."""
     first = result.cases[0].case
     sizes = f"{count_text(result.params)} parameters · {counted(first.mesh.world_size, 'rank')}"
-    title = f"{sizes} · {first.optimizer} · {first.batch_size} × {first.seq_len} tokens per rank · {_dtypes(first)}"
+    title = f"{sizes} · {first.optimizer} · {first.batch_size:,} × {first.seq_len:,} tokens per rank · {_dtypes(first)}"
     sections, mood = estimate_sections(result), None
     verdict = "No device to compare with: give --gpu-memory."
     if result.gpu_memory is not None:
@@ -159,7 +160,8 @@ def estimate_page(result: Estimate) -> page.Page:
         moods: dict[bool | None, page.Mood] = {True: "partly", False: "bad", None: "unknown"}
         mood = moods[result.fits]
         advice = result.recommendation or (_NOTHING if result.proposals else "")
-        verdict = f"Recommended: {advice}" if result.fits else f"{_verdict(result)}{'; ' * bool(advice)}{advice}"
+        head = f"{_chosen(result).capitalize()}: " if result.fits else _verdict(result) + "; " * bool(advice)
+        verdict = head + advice
     return page.Page("estimate", result.model, sections, mood, verdict, titles=[title])
 
 
@@ -206,10 +208,10 @@ def _memory_bars(result: Estimate) -> page.Bars:
         total = f"{format_size(memory.peak)} + {format_size(case.margin.total)} margin = {format_size(case.needed)}"
         if case.fits is not None or limit is not None:
             total += f", fits: {_FITS[case.fits]}"
-        name = "recommended: " * (case is result.recommended) + f"{case.case.label} on {case.case.mesh}"
+        name = f"{_chosen(result)}: " * (case is result.recommended) + f"{case.case.label} on {case.case.mesh}"
         bars.append(page.Bar(name, (*parts, other, case.margin.total), total))
     caption = "What is in memory at the peak, and the margin beside it"
-    limit_name = "the device" if limit is None else f"the device: {_device(limit)}"
+    limit_name = "the device" if limit is None else f"the device: {format_device(limit)}"
     return page.Bars(caption, (*_SERIES, "other", "margin"), bars, limit, limit_name)
 
 
@@ -242,7 +244,7 @@ def _timelines(result: Estimate) -> list[page.Part]:
     limit = result.gpu_memory
     # A device many times as large would leave no room for the step.
     limit = None if limit is None or limit > 4 * case.per_rank.peak else limit
-    names = "" if limit is None else f"the device: {_device(limit)}"
+    names = "" if limit is None else f"the device: {format_device(limit)}"
     columns = ", >".join(("moment", *_SERIES, "all"))
     table = page.PageTable.of(f"{label}, in numbers", columns, rows, lambda row: row, is_folded=True)
     return [page.Bars(caption, _SERIES, bars, limit, names, is_upright=True), table]

@@ -126,7 +126,7 @@ def _render_header(summary: Summary, screen: Screen) -> None:
 def _stands_out(summary: Summary) -> Iterator[str]:
     """Yield what somebody should know before anything else."""
     if missing := _missing(summary):
-        yield f"missing: {len(missing)} of {counted(len(summary.files), 'file')}: {first_few(missing)}"
+        yield f"missing: {len(missing):,} of {counted(len(summary.files), 'file')}: {first_few(missing)}"
     identity, ranks = summary.identity, summary.ranks
     if identity is not None:
         part = f"a part, on purpose ({identity.chosen})" if identity.chosen else "a PART"
@@ -192,7 +192,7 @@ def _render_ranks(summary: Summary, screen: Screen) -> None:
         return
 
     def cells(rank: RankSummary) -> tuple[str, ...]:
-        files = escape_name(rank.files[0]) + (f" +{len(rank.files) - 1}" if len(rank.files) > 1 else "")
+        files = escape_name(rank.files[0]) + (f" +{len(rank.files) - 1:,}" if len(rank.files) > 1 else "")
         return str(rank.rank), *_load(rank.num_bytes, mean, most, screen), f"{rank.num_chunks:,}", files
 
     screen.table(">rank, >bytes, , , >chunks, files", map(cells, summary.ranks))
@@ -256,14 +256,9 @@ def _render_dtypes(summary: Summary, screen: Screen) -> None:
 
 def _render_prefixes(summary: Summary, screen: Screen) -> None:
     screen.section("modules")
-
-    def cells(row: PrefixSummary) -> tuple[str, ...]:
-        size, share = format_size(row.num_bytes), _share(row.num_bytes, summary.total_bytes)
-        return escape_name(row.prefix), f"{row.num_tensors:,}", count_text(row.num_elems), size, share
-
-    columns, rows = "module, >tensors, >elements, >bytes, >share", list(map(cells, summary.prefixes))
-    headers, _ = page.read_columns(columns)
-    widths = [max(map(display_width, column)) for column in zip(headers, *rows, strict=True)]
+    table = _modules(summary)
+    columns, rows = _MODULES, [(escape_name(name), *cells) for name, *cells in table.rows]
+    widths = [max(map(display_width, column)) for column in zip(table.headers, *rows, strict=True)]
     room = min(screen.width - sum(widths) - 2 * len(widths) - 2, _MAX_BAR)
     if room < _MIN_BAR:
         screen.table(columns, rows)
@@ -271,6 +266,17 @@ def _render_prefixes(summary: Summary, screen: Screen) -> None:
     most = max((row.num_bytes for row in summary.prefixes), default=0)
     bars = (screen.bar(row.num_bytes, most, room) for row in summary.prefixes)
     screen.table(f"{columns}, ", [(*row, bar) for row, bar in zip(rows, bars, strict=True)])
+
+
+_MODULES = "module, >tensors, >elements, >bytes, >share"
+
+
+def _modules(summary: Summary) -> page.PageTable:
+    def cells(row: PrefixSummary) -> tuple[str, ...]:
+        size, share = format_size(row.num_bytes), _share(row.num_bytes, summary.total_bytes)
+        return row.prefix, f"{row.num_tensors:,}", count_text(row.num_elems), size, share
+
+    return page.PageTable.of("Modules, in numbers", _MODULES, summary.prefixes, cells, most=None, is_folded=True)
 
 
 def _render_blobs(summary: Summary, screen: Screen) -> None:
@@ -416,8 +422,7 @@ def run(call: CommandCall[Summary], view: InspectView, output: OutputOptions) ->
         except UnreadableError as error:
             _hint_at_run(error, str(call.given["source"]))
             raise
-        if report is not None:
-            report(build_page(summary, call(**_AS_STORED) if summary.is_virtual else None))
+        report(lambda: build_page(summary, call(**_AS_STORED) if summary.is_virtual else None))
     by_fqn = {entry.fqn: entry for entry in summary.tensors}
     unknown = [fqn for fqn in view.tensor if fqn not in by_fqn]
     if unknown:
@@ -455,7 +460,8 @@ def build_page(summary: Summary, stored: Summary | None = None) -> page.Page:
     tree = build_tree(summaries, layouts)
     drawn = [layout.to_json() for layout in layouts]
     identities = [first.identity] if first.identity is not None else []
-    sections = [page.PageSection("Modules", [page.ScriptDrawing("modules", _HOW_MODULES + _RENAMED * renamed)])]
+    drawing = page.ScriptDrawing("modules", _HOW_MODULES + _RENAMED * renamed)
+    sections = [page.PageSection("Modules", [drawing, _modules(first)])]
     for number, (each, name) in enumerate(zip(summaries, names, strict=True)):
         suffix = " (planned layout, nothing written)" if name == "planned" else f" ({name})" * (stored is not None)
         sections += _layout_sections(each, number, suffix, drawn[number])
@@ -487,7 +493,7 @@ _RENAMED = " Names are those of the plan; where what is stored has another name,
 
 def _verdict(summary: Summary) -> str:
     missing = _missing(summary)
-    lost = f"; NOT read: {len(missing)} of {len(summary.files)} files missing" if missing else ""
+    lost = f"; NOT read: {len(missing):,} of {len(summary.files):,} files missing" if missing else ""
     held = f"{summary.num_tensors:,} tensors, {format_size(summary.total_bytes)}"
     return f"{held}, from headers alone: no data was read or checked{lost}"
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import CkptError
 from ckpt_tools.options import AnyPath, ProgressFactory
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 
 PLAIN_INTERVAL_S = 30.0  # Seconds between progress lines when stderr is not a terminal
+_LIVE_INTERVAL_S = 0.1  # Of a line that changes
 
 
 def print_json(document: Mapping[str, object]) -> None:
@@ -89,16 +91,16 @@ def print_notes(error: BaseException) -> None:
 
 
 class ChangingLine:
-    """One line of stderr that changes; only on a terminal."""
+    """One line of stderr that changes; only on a terminal, unless `forced`."""
 
-    def __init__(self, *, shown: bool) -> None:
-        self._shown = shown and sys.stderr.isatty()
+    def __init__(self, *, shown: bool, forced: bool = False) -> None:
+        self.is_shown = shown and (forced or sys.stderr.isatty())
         self._is_open = False
 
     def show(self, text: str) -> None:
         """Write it anew."""
-        if self._shown:
-            sys.stderr.write(f"\r\x1b[K{text}")
+        if self.is_shown:
+            sys.stderr.write(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}")
             sys.stderr.flush()
             self._is_open = True
 
@@ -111,28 +113,31 @@ class ChangingLine:
 
 
 @contextmanager
-def waiting(output: OutputOptions, what: str) -> Iterator[None]:
-    """Show for how long a command without a total has gone on: from its third second on a terminal, else every 30 s."""
+def waiting(output: OutputOptions, what: str) -> Iterator[Callable[[str], None]]:
+    """Show for how long a command without a total has gone on: from its third second on a terminal, else every 30 s.
+
+    Yields what changes the words before the time.
+    """
+    line, ended, start = ChangingLine(shown=not output.is_silent), threading.Event(), time.monotonic()
+
+    def say_instead(text: str) -> None:
+        nonlocal what
+        what = text or what
+
     if output.is_silent:
-        yield
+        yield say_instead
         return
-    is_live = sys.stderr.isatty()
-    line, ended, start = ChangingLine(shown=is_live), threading.Event(), time.monotonic()
 
     def tell() -> None:
-        pause = 2.0 if is_live else PLAIN_INTERVAL_S
+        pause = 2.0 if line.is_shown else PLAIN_INTERVAL_S
         while not ended.wait(pause):
-            text = f"{what}: {format_duration(time.monotonic() - start)}"
-            if is_live:
-                line.show(text)
-            else:
-                note(text)
-            pause = 1.0 if is_live else PLAIN_INTERVAL_S
+            (line.show if line.is_shown else note)(f"{what}: {format_duration(time.monotonic() - start)}")
+            pause = 1.0 if line.is_shown else PLAIN_INTERVAL_S
 
     teller = threading.Thread(target=tell, name="ckpt-waiting", daemon=True)
     teller.start()
     try:
-        yield
+        yield say_instead
     finally:
         ended.set()
         teller.join()
@@ -145,49 +150,43 @@ def progress_of(output: OutputOptions) -> Iterator[ProgressFactory | None]:
     if output.is_silent or output.progress == "none":
         yield None
         return
-    if not output.has_bars:
-        yield _plain
-        return
-    from tqdm import tqdm
-
-    bars: list[tqdm[NoReturn]] = []
-
-    def start(total: int) -> Callable[[int], None]:
-        bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, file=sys.stderr, leave=False)
-        bars.append(bar)
-
-        def advance(nbytes: int) -> None:
-            bar.update(nbytes)
-
-        return advance
-
+    line = ChangingLine(shown=output.has_bars, forced=True)
     try:
-        yield start
+        yield lambda total: _Receiver(total, line)
     finally:
-        for bar in bars:
-            bar.close()
+        line.close()
 
 
-def _plain(total: int) -> Callable[[int], None]:
-    """A line every 30 s: `12.4/48.0 GiB 26% 1.1 GiB/s ETA 0:00:32`."""
-    lock = threading.Lock()
-    start = last = time.monotonic()
-    done = 0
+class _Receiver:
+    """Shows how far a command is, in a line that changes or one every 30 s.
 
-    def advance(nbytes: int) -> None:
-        nonlocal done, last
-        with lock:
-            done += nbytes
+    `12.4/48.0 GiB 26% 1.1 GiB/s ETA 0:00:32, tensor 120 of 291`
+    """
+
+    def __init__(self, total: int, line: ChangingLine) -> None:
+        self._total, self._done, self._counted = total, 0, ""
+        self._line, self._lock = line, threading.Lock()
+        self._start = self._last = time.monotonic()
+        if line.is_shown:
+            self._show(self._start)
+
+    def __call__(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
             now = time.monotonic()
-            if now - last < PLAIN_INTERVAL_S:
-                return
-            last = now
-            rate = done / (now - start)
-            left = format_duration((total - done) / rate)
-            share = 100 * done // max(total, 1)
-            note(f"{format_size(done)}/{format_size(total)} {share}% {format_size(rate)}/s ETA {left}")
+            if now - self._last >= (_LIVE_INTERVAL_S if self._line.is_shown else PLAIN_INTERVAL_S):
+                self._last = now
+                self._show(now)
 
-    return advance
+    def count(self, what: str, number: int, total: int) -> None:
+        """Take how many of something are done."""
+        self._counted = f", {what} {number:,} of {total:,}"
+
+    def _show(self, now: float) -> None:
+        rate, share = self._done / max(now - self._start, 1e-9), 100 * self._done // max(self._total, 1)
+        left = f" ETA {format_duration((self._total - self._done) / rate)}" if rate else ""
+        held = f"{format_size(self._done)}/{format_size(self._total)} {share}% {format_size(rate)}/s"
+        (self._line.show if self._line.is_shown else note)(f"{held}{left}{self._counted}")
 
 
 # `--html FILE`: the result of a command as a page, beside what it prints.
@@ -196,22 +195,22 @@ def _plain(total: int) -> Callable[[int], None]:
 @contextmanager
 def report_to(
     html: AnyPath | None, command: str, subject: str, output: OutputOptions
-) -> Iterator[Callable[[Page], None] | None]:
-    """Yield what writes the command's page; None without `--html`.
+) -> Iterator[Callable[[Callable[[], Page]], None]]:
+    """Yield what makes and writes the command's page; without `--html` it does nothing.
 
     From here on the file tells of this run: that it is not finished, what it came to, or why it failed.
     """
     if html is None or os.environ.get("RANK", "0") != "0":  # under torchrun, only rank 0 speaks
-        yield None
+        yield lambda _: None
         return
     from ckpt_tools.cli.views.write import failed_page, unfinished_page, write_page
 
     path = os.fspath(html)
     is_written = False
 
-    def write(page: Page) -> None:
+    def write(make: Callable[[], Page]) -> None:
         nonlocal is_written
-        write_page(page, path)
+        write_page(make(), path)
         is_written = True
         if not output.is_silent:
             note(f"report: {escape_name(path)}")

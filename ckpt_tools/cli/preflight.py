@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.cli.build import CommandCall
@@ -14,11 +17,14 @@ from ckpt_tools.cli.output import ChangingLine, print_json, report_to, say, say_
 from ckpt_tools.cli.screen import terminal
 from ckpt_tools.cli.smoke import MARKS, smoke_sections
 from ckpt_tools.cli.views import page
+from ckpt_tools.hub.secrets import find_secrets
 from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.options.preflight import PreflightView
 from ckpt_tools.preflight.places import ConfigLocation
-from ckpt_tools.preflight.report import CheckResult, PreflightReport, describe_spec, describe_verdict
+from ckpt_tools.preflight.report import CHECKS, CheckResult, PreflightReport, describe_spec, describe_verdict
 from ckpt_tools.text import escape_name
+
+_HERE = "this machine"
 
 
 def run(call: CommandCall[PreflightReport], view: PreflightView, output: OutputOptions) -> int:
@@ -26,9 +32,12 @@ def run(call: CommandCall[PreflightReport], view: PreflightView, output: OutputO
     form = "json" if output.json else view.format
     line = ChangingLine(shown=form == "text" and not output.quiet)
 
+    numbers = count(1)
+    total = len(CHECKS) + bool(call.given.get("host")) if call.given.get("config") else 2  # config and host
+
     def follow(check: str, state: str) -> None:
         if state == "begun":
-            line.show(f"{check} …")
+            line.show(f"check {next(numbers)} of {total}: {check} …")
 
     places: Mapping[Finding, ConfigLocation] = {}
 
@@ -36,15 +45,15 @@ def run(call: CommandCall[PreflightReport], view: PreflightView, output: OutputO
         nonlocal places
         places = filling
 
+    later: list[Finding] = []  # Warnings and notes: errors are said first, before the slow checks
+
     def tell(findings: tuple[Finding, ...]) -> None:
         line.close()
-        kept = [finding for finding in findings if finding.severity == "error" or not output.quiet]
-        say_findings([_located(one, places) for one in sorted(kept, key=lambda one: page.SEVERITIES[one.severity])])
-        sys.stdout.flush()  # the slow checks follow
+        later.extend(finding for finding in findings if finding.severity != "error" and not output.quiet)
+        say_findings([*_located([one for one in findings if one.severity == "error"], places).values()])
+        sys.stdout.flush()
 
-    with report_to(
-        view.html, "preflight", ", ".join(map(str, call.given.get("config", ("this machine",)))), output
-    ) as write:
+    with report_to(view.html, "preflight", ", ".join(map(str, call.given.get("config", (_HERE,)))), output) as write:
         try:
             report = call(on_check=follow, on_findings=tell if form == "text" else None, on_places=keep)
         except Exception as error:
@@ -53,9 +62,8 @@ def run(call: CommandCall[PreflightReport], view: PreflightView, output: OutputO
             raise
         finally:
             line.close()
-        if write is not None:
-            found = tuple(_located(one, report.places) for one in report.findings)
-            write(preflight_page(replace(report, findings=found, notes=(*report.notes, *_ignored(report)))))
+            say_findings([*_located(later, places).values()])
+        write(lambda: preflight_page(report))
     if form == "json":
         print_json(report.to_dict())
     elif form == "text":
@@ -71,10 +79,11 @@ def _print_for_ci(form: str, result: PreflightReport | Exception) -> None:
     say(json.dumps(to_sarif(result), indent=1) if form == "sarif" else "\n".join(to_github(result)))
 
 
-def _located(finding: Finding, places: Mapping[Finding, ConfigLocation]) -> Finding:
-    """Return a finding with the file and line before its key."""
-    place = places.get(finding)
-    return finding if place is None else replace(finding, where=f"{place}: {finding.where}")
+def _located(findings: Sequence[Finding], places: Mapping[Finding, ConfigLocation]) -> dict[Finding, Finding]:
+    """Return findings with the file and line before their keys: the worst first, then in the order of the lines."""
+    at = {one: (place.path, place.line) for one in findings if (place := places.get(one)) is not None}
+    ordered = sorted(findings, key=lambda one: (page.SEVERITIES[one.severity], one not in at, at.get(one, ("", 0))))
+    return {one: replace(one, where=f"{places[one]}: {one.where}") if one in at else one for one in ordered}
 
 
 def _ignored(report: PreflightReport) -> list[str]:
@@ -90,7 +99,7 @@ def _print(report: PreflightReport, output: OutputOptions) -> None:
     if report.findings:
         screen.line()
     what = report.framework if report.spec is None else f"{report.framework}, {describe_spec(report.spec)}"
-    screen.line(f"{escape_name(report.config)}: {what}", "heading")
+    screen.line(": ".join(filter(None, (escape_name(report.config) or _HERE, what))), "heading")
     screen.show(_checks(report))
     screen.line()
     for text in _ignored(report):
@@ -125,17 +134,56 @@ def preflight_page(report: PreflightReport) -> page.Page:
     go += f" (not checked: {', '.join(unseen)})" if go == "GO" and unseen else ""
     if not report.failed and not report.was_read:
         mood = "unknown"
-    title = f"{report.framework} · mesh {report.mesh or 'not known'}"
+    title = f"{report.framework} · mesh {report.mesh or 'not known'}" if report.framework else ""
     title += "" if report.spec is None else f" · {describe_spec(report.spec)}"
+    found = _located(report.findings, report.places)
     sections = [
         page.PageSection("Checks", [_checks(report)]),
-        *page.findings_section(report.findings),
+        *_config_sections(found, report.places),
+        *page.findings_section([*found.values()]),
         *page.notes_section("Not checked", report.not_checked or skipped),
-        *page.notes_section("Settings", report.notes),
+        *page.notes_section("Settings", (*report.notes, *_ignored(report))),
     ]
     if report.estimate is not None:
         sections += estimate_sections(report.estimate)
     if report.smoke is not None:
         sections += smoke_sections(report.smoke)
     verdict = f"{go}. {describe_verdict(report)}"
-    return page.Page("preflight", report.config, sections, mood, verdict, titles=[title])
+    return page.Page("preflight", report.config or _HERE, sections, mood, verdict, titles=[title] * bool(title))
+
+
+def _config_sections(
+    found: Mapping[Finding, Finding], places: Mapping[Finding, ConfigLocation]
+) -> list[page.PageSection]:
+    """Return the lines of the config that findings are about, with two on either side of each."""
+    marked: dict[str, dict[int, list[Finding]]] = {}
+    for finding, located in found.items():
+        if (place := places.get(finding)) is not None:
+            marked.setdefault(place.path, {}).setdefault(place.line, []).append(located)
+    parts = []
+    for path, about in marked.items():
+        near = {line + i for line in about if line for i in range(-2, 3)}
+        with suppress(OSError):
+            lines = [(i, text, about.get(i, ())) for i, text in enumerate(_lines(path), 1) if i in near]
+            parts += [page.Excerpt(path, lines)] * bool(lines)
+    return [page.PageSection("In the config", parts)] if parts else []
+
+
+_HIDDEN = re.compile(
+    r"(.*?(?:token(?!iz|s\b|_id)|secret|pass(?:w|ph|\b)|pwd?\b|credential|key\b|auth|sig\b)[\w-]*[\"']?(?:\s*[:=]\s*|\s+))"
+    r"(?!(?:true|false|null|none)\b)\S.*|(?<=://)[^/\s@]+(?=@)",
+    re.IGNORECASE,
+)
+"""The value of what is named like a secret, and who logs in at an address."""
+_SHOWN = re.compile(r"\s*(?:- )*(?:--?[a-z]|(?:export\s+)?[\w.\"'-]+\s*[:=]|[\[\]{}#]|$)|.*\s--[a-z]", re.IGNORECASE)
+"""Not a value on a line of its own."""
+_MAX_CONFIG_BYTES = 4 << 20
+
+
+def _lines(path: str) -> Iterator[str]:
+    """Yield the lines of a config without what may be a secret."""
+    with open(path, "rb") as file:
+        content = file.read(_MAX_CONFIG_BYTES).removesuffix(b"\n")
+    known = {each.line for each in find_secrets(path, lambda at, size: content[at : at + size], len(content))}
+    for number, line in enumerate(content.decode(errors="replace").split("\n"), 1):
+        yield _HIDDEN.sub(r"\1…", line.rstrip()) if number not in known and _SHOWN.match(line) else "…"

@@ -48,7 +48,7 @@ def print_push(result: PushResult, output: OutputOptions) -> None:
     for file in shown:
         say(f"  {file.state:<9}  {format_size(file.nbytes):>10}  {file.mode or '':<7}  {escape_name(file.path)}")
     if len(shown) < len(rows):
-        say(f"  … and {len(rows) - len(shown)} more (-v lists all)")
+        say(f"  … and {len(rows) - len(shown):,} more (-v lists all)")
     if result.left_out:
         paths = [path for path, _ in result.left_out]
         say(f"  left out: {first_few(paths, len(paths) if output.verbose else 5)}")

@@ -16,7 +16,7 @@ from ckpt_tools.runs.manage import PruneResult
 from ckpt_tools.runs.retention import RunCheckpoint
 from ckpt_tools.text import counted, escape_name, first_few
 from ckpt_tools.transfer.threads import one_thread_each
-from ckpt_tools.units import format_size
+from ckpt_tools.units import format_number, format_size
 
 _MAX_SHOWN = 100
 
@@ -43,8 +43,7 @@ def run(call: CommandCall[PruneResult], view: HtmlOptions, output: OutputOptions
         if command == "watch":
             more |= {"progress": factory, "each": each}
         pruned = call(**more)
-        if report is not None:
-            report(tending_page(pruned, command))
+        report(lambda: tending_page(pruned, command))
     if output.json:
         print_json(pruned.to_dict())
         return pruned.exit_code
@@ -89,7 +88,7 @@ def _table(pruned: PruneResult, most: int | None, *, whole: bool = False) -> pag
 
     def cells(one: RunCheckpoint) -> list[str]:
         fate = "stays" if one.stays else "would go" if pruned.dry_run else "removed"
-        metric = "" if one.metric is None else f"{one.metric:.5g}"
+        metric = "" if one.metric is None else format_number(one.metric, 5)
         why = ", ".join((one.explained, *(rule for rule in one.kept_by if rule not in one.explained)))
         row = [one.name, format_size(one.nbytes), one.state, *[metric] * whole, fate, why]
         return row + [one.goes_when] * has_goes
@@ -106,7 +105,7 @@ _MAX_BARS = 100
 _KINDS = ("not verified", "bad or unfit", "fit")
 
 
-def tending_page(pruned: PruneResult, command: str) -> page.Page:
+def tending_page(pruned: PruneResult, command: str = "prune") -> page.Page:
     """Return the page of a look at a run's folder."""
     found = pruned.checkpoints
     fit = [each for each in found if each.state == "verified"]
@@ -125,7 +124,7 @@ def tending_page(pruned: PruneResult, command: str) -> page.Page:
     sections += page.notes_section("Not checked", pruned.not_checked)
     sections += page.notes_section("Notes", pruned.notes)
     verdict = "no bad one was found" if pruned.ok else "NOT ok"
-    verdict += f": {len(fit)} of {counted(len(found), 'checkpoint')} verified and fit"
+    verdict += f": {len(fit):,} of {counted(len(found), 'checkpoint')} verified and fit"
     left = len(fit) < len(found) or pruned.findings or pruned.not_checked or pruned.failed or pruned.notes
     return page.Page(command, pruned.path, sections, page.mood_of(ok=pruned.ok, left=left), verdict, titles=[title])
 

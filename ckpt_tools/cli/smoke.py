@@ -21,7 +21,7 @@ from ckpt_tools.preflight.smoke.report import (
     describe_verdict,
 )
 from ckpt_tools.text import counted, escape_name
-from ckpt_tools.units import format_size
+from ckpt_tools.units import format_number, format_size
 
 
 def run(call: CommandCall[SmokeReport], view: HtmlOptions, output: OutputOptions) -> int:
@@ -40,12 +40,9 @@ def run(call: CommandCall[SmokeReport], view: HtmlOptions, output: OutputOptions
     with report_to(view.html, "smoke", str(call.given.get("source", "")), output) as write:
 
         def show(report: SmokeReport) -> None:
-            if report.is_primary and write is not None:
-                write(smoke_page(report))
-            if report.is_primary and output.json:
-                print_json(report.to_dict())
-            elif report.is_primary:
-                _print(report, output)
+            if report.is_primary:
+                write(lambda: smoke_page(report))
+                print_json(report.to_dict()) if output.json else _print(report, output)
 
         try:
             report = call(on_phase=follow, on_abandoned=show)
@@ -106,9 +103,9 @@ def smoke_sections(report: SmokeReport) -> list[page.PageSection]:
     """Return what a smoke run found, as sections."""
     rows = []
     if report.max_grad_error is not None:
-        tolerances = ", ".join(f"{name} {value:.1e}" for name, value in report.tolerances.items())
+        tolerances = ", ".join(f"{name} {format_number(value, 2)}" for name, value in report.tolerances.items())
         held = f"; tolerances: {tolerances}" if tolerances else ""
-        rows.append(("gradients", f"largest relative error {report.max_grad_error:.2e}{held}"))
+        rows.append(("gradients", f"largest relative error {format_number(report.max_grad_error)}{held}"))
     for name, reload in (("reload", report.reload_same_world), ("reload", report.reload_other_world)):
         if isinstance(reload, ReloadResult):
             same = "the same number" if reload.bitwise else f"loss {reload.loss:.7g}, saved {reload.saved_loss:.7g}"
@@ -153,7 +150,7 @@ def _gradient_parts(report: SmokeReport) -> list[page.Part]:
     caption = "Error relative to the largest element of the reference's gradient; a gap: not compared"
     chart = page.Depth(caption, {"": report.grad_errors}, report.findings)
     worst = sorted(report.grad_errors.items(), key=lambda item: -item[1] if math.isfinite(item[1]) else -math.inf)
-    rows, name = [(name, f"{error:.2g}") for name, error in worst], "The numbers, the largest first"
+    rows, name = [(name, format_number(error, 2)) for name, error in worst], "The numbers, the largest first"
     table = page.PageTable.of(name, "parameter, >error", rows, lambda row: row, is_folded=True)
     return [*([chart] if chart.places() else []), table]
 

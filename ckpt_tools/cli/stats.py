@@ -17,7 +17,7 @@ from ckpt_tools.options.check import StatsView
 from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.text import counted, escape_name
 from ckpt_tools.transfer.threads import one_thread_each
-from ckpt_tools.units import format_size
+from ckpt_tools.units import format_number, format_size
 
 _MAX_KINDS = 40
 _MAX_SHOWN = 50
@@ -30,8 +30,7 @@ def run(call: CommandCall[Stats], view: StatsView, output: OutputOptions) -> int
     with report_to(view.html, "stats", source, output) as report:
         with progress_of(output) as factory:
             result = call(progress=factory)
-        if report is not None:
-            report(stats_page(result, source, None if against is None else str(against)))
+        report(lambda: stats_page(result, source, None if against is None else str(against)))
     if output.json:
         print_json(result.to_dict())
         return 0 if result.ok else 3
@@ -47,7 +46,7 @@ def run(call: CommandCall[Stats], view: StatsView, output: OutputOptions) -> int
             if fqns:
                 say(f"only in {where}: {counted(len(fqns), 'tensor')}, e.g. {escape_name(fqns[0])}")
         state = "ok" if result.ok else "NOT ok"
-        stand_out = f"; findings: {len(result.findings)}" if result.findings else "; nothing stands out"
+        stand_out = f"; findings: {len(result.findings):,}" if result.findings else "; nothing stands out"
         size = format_size(result.nbytes)
         say(f"{call.shown('source')}: {state} ({counted(len(result.tensors), 'tensor')}, {size}{stand_out})")
     return 0 if result.ok else 3
@@ -65,7 +64,7 @@ def _tables(result: Stats, screen: Screen, *, every: bool) -> None:
     screen.section("Values, by name" if every else "Values (medians of all layers; extremes of any)")
     rows = []
     for name, group in shown:
-        cells = [escape_name(name), f"×{len(group)}" if len(group) > 1 else "", *_figures(group)]
+        cells = [escape_name(name), f"×{len(group):,}" if len(group) > 1 else "", *_figures(group)]
         if ranks:
             found = [row.spectrum for row in group if row.spectrum is not None]
             middle = median(each.effective_rank for each in found) if found else None
@@ -74,8 +73,10 @@ def _tables(result: Stats, screen: Screen, *, every: bool) -> None:
             cells += _update_cells(sum((row.update for row in group if row.update is not None), Update()))
         rows.append(cells)
     screen.table(", >".join(headers), rows)
+    if has_updates:
+        screen.line("  update: |new − old| / |old|, of all layers of a row together; ckpt diff: of each tensor", "dim")
     if len(shown) < len(kinds):
-        screen.line(f"  … and {len(kinds) - len(shown)} more (--tensors lists all)")
+        screen.line(f"  … and {len(kinds) - len(shown):,} more (--tensors lists all)")
     layers = {layer: update for layer, update in result.updates["layer"].items() if layer != "none"}
     if len(layers) > 1:
         screen.section("Updates by layer")
@@ -88,20 +89,21 @@ def _figures(group: Sequence[TensorStats]) -> list[str]:
     """Return the cells of some tensors: what is usual of them, and what is the most of any."""
     zeros, elems = (sum(n) for n in zip(*((r.counts.num_zero, r.counts.num_elems) for r in group), strict=True))
     bad = sum(row.counts.num_nan + row.counts.num_inf for row in group)
-    share = f"{100 * zeros / elems:.3g}%" if zeros else ""
+    shown = f"{bad:,}" if bad else ""
+    share = f"{format_number(100 * zeros / elems)}%" if zeros else ""
     found = [row.moments for row in group if row.moments is not None and row.moments.num_elems]
     if not found:
         why = "not measured" if not any(row.moments for row in group) else "nothing finite" if elems else "no elements"
-        return [why, "", "", "", share, str(bad or "")]
-    middle = [f"{median(getattr(each, name) for each in found):.3g}" for name in ("mean", "std", "rms")]
-    return [*middle, f"{max(each.absmax for each in found):.3g}", share, str(bad or "")]
+        return [why, "", "", "", share, shown]
+    middle = [format_number(median(getattr(each, name) for each in found)) for name in ("mean", "std", "rms")]
+    return [*middle, format_number(max(each.absmax for each in found)), share, shown]
 
 
 def _update_cells(update: Update) -> tuple[str, str]:
     if not update.num_elems:
         return "", ""
     odd = "from zeros" if math.isfinite(update.change) else "NaN or Inf"
-    relative = odd if update.relative is None else f"{update.relative:.2g}"
+    relative = odd if update.relative is None else format_number(update.relative, 2)
     cosine = "" if update.cosine is None else f"{update.cosine:.4f}"
     return ("same", "") if not update.num_changed else (relative, cosine)
 
@@ -109,7 +111,7 @@ def _update_cells(update: Update) -> tuple[str, str]:
 # The page
 
 
-def stats_page(result: Stats, source: str, against: str | None = None) -> page.Page:
+def stats_page(result: Stats, source: str = "", against: str | None = None) -> page.Page:
     """Return the page of a measurement; `against` is the other checkpoint of an update."""
     facts = [("tensors", f"{len(result.tensors):,}"), ("data read", format_size(result.nbytes))]
     if against is not None:
@@ -131,7 +133,7 @@ def stats_page(result: Stats, source: str, against: str | None = None) -> page.P
     if result.not_checked:
         verdict += f"; not checked: {counted(len(result.not_checked), 'thing')}, listed below"
     mood = page.mood_of(ok=result.ok, left=result.findings or result.not_checked or result.notes)
-    titles = page.identity_titles(result.identities, (source, f"against {against}"))
+    titles = page.identity_titles(result.identities, (source or "SRC", f"against {against or 'the other'}"))
     return page.Page("stats", source, sections, mood, verdict, titles=titles)
 
 
@@ -149,14 +151,14 @@ def _measures(result: Stats) -> dict[str, dict[str, float | str]]:
     updates = {row.fqn: update(row.update) for row in result.tensors if row.update is not None}
     names = {"root of the mean square": "rms", "standard deviation": "std", "largest |x|": "absmax"}
     figures = {words: {row.fqn: figure(row, name) for row in result.tensors} for words, name in names.items()}
-    return {"relative update": updates, **figures} if updates else figures
+    return {"relative update |new − old| / |old|": updates, **figures} if updates else figures
 
 
 def _table(result: Stats) -> page.PageTable:
     def cells(row: TensorStats) -> tuple[str, ...]:
         found = row.moments
         numbers = () if found is None else (found.min, found.max, found.mean, found.std, found.absmax)
-        figures = [f"{number:.3g}" for number in numbers] or [""] * 5
+        figures = [*map(format_number, numbers)] or [""] * 5
         return row.fqn, row.dtype, *figures, f"{row.counts.num_zero:,}", f"{row.counts.num_nan + row.counts.num_inf:,}"
 
     columns = "tensor, dtype, >min, >max, >mean, >std, >|x| max, >zeros, >NaN or Inf"

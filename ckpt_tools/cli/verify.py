@@ -49,8 +49,7 @@ def run(call: CommandCall[Verification], view: VerifyView, output: OutputOptions
     with report_to(view.html, "verify", source, output) as report:
         with progress_of(output) as factory:
             result = call(source=paths[0], progress=factory)
-        if report is not None:
-            report(verify_page(result, source))
+        report(lambda: verify_page(result, source))
     if output.json:
         print_json(result.to_dict())
         return 0 if result.ok else 3
@@ -108,7 +107,7 @@ def _say_causes(result: Verification, output: OutputOptions) -> None:
         if output.verbose and len(cause.findings) > 1:
             say_findings([result.findings[at] for at in cause.findings], indent="   ")
     if len(shown) < len(causes):
-        say(f"… and {len(causes) - len(shown)} more causes (-v shows all)")
+        say(f"… and {len(causes) - len(shown):,} more causes (-v shows all)")
 
 
 def _say_state(path: str, result: Verification) -> None:
@@ -128,7 +127,7 @@ _LEVELS = {
 }
 
 
-def verify_page(result: Verification, source: str) -> page.Page:
+def verify_page(result: Verification, source: str = "") -> page.Page:
     """Return the page of a verification."""
     facts = [
         ("level", _LEVELS[result.level]),

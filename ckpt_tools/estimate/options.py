@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
 from ckpt_tools.checkpoint.layout import Mesh, parse_mesh
 from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate.case import DEFAULT_WORLD_SIZE, Case
 from ckpt_tools.estimate.model_sizes import DTYPE_BYTES, GPUS, OPTIMIZERS, gpu_bytes
-from ckpt_tools.options import refuse_other
+from ckpt_tools.options import Doc, refuse_other
 from ckpt_tools.options.common import find_strategy
 from ckpt_tools.options.estimate import DEFAULT_LORA_RANK, SCHEDULES, EstimateFields, TrainingOptions
 from ckpt_tools.units import parse_count, parse_size
@@ -32,6 +33,10 @@ _DP = ("dp_replicate", "dp_shard")
 @dataclass(frozen=True, kw_only=True)
 class EstimateOptions(EstimateFields):
     """The options of `ckpt estimate`, and what follows from them."""
+
+    on_case: Annotated[
+        Callable[[str], None] | None, Doc('Called often while steps are traced, e.g. with "tracing 3 of 12 ways".')
+    ] = None
 
     def __post_init__(self) -> None:
         gpu_bytes = self.gpu_bytes

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 from ckpt_tools.estimate.case import Case, Margin
 from ckpt_tools.results import CheckedResult, as_json, plain
-from ckpt_tools.units import format_size
+from ckpt_tools.units import format_device, format_size
 
 
 class UntrackedError(Exception):
@@ -146,9 +146,9 @@ class Estimate(CheckedResult):
         return self._need(best) + (why if len(self.cases) > 1 else "; --strategy all compares the others")
 
     def _need(self, found: CaseEstimate) -> str:
-        sizes = (found.per_rank.peak, found.margin.total, self.gpu_memory or 0)
+        sizes = (format_size(found.per_rank.peak), format_size(found.margin.total), format_device(self.gpu_memory or 0))
         label = found.case.label.replace(" + checkpointing", " with activation checkpointing")
-        held = "peak {} and margin {} of {}".format(*map(format_size, sizes))
+        held = "peak {} and margin {} of {}".format(*sizes)
         return f"{label} on {found.case.mesh}: {held}"
 
     @property

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import count
 
 from ckpt_tools.checkpoint.formats.hollow_copy import skeleton
 from ckpt_tools.checkpoint.formats.opening import open_path
@@ -28,6 +29,7 @@ from ckpt_tools.storage.locations import exists, is_directory, is_file, likely
 from ckpt_tools.text import escape_name
 
 ESTIMATE = "ckpt_tools.estimate.run:estimate_in_child"
+_PROGRESS = "progress"  # File in which a child says where it is
 _NO_CONFIG = "there is no config.json, so there is no model to run"
 
 
@@ -51,9 +53,14 @@ def estimate(options: EstimateOptions) -> Estimate:
         result = replace(result, notes=with_assumptions(result))
     else:
         with start_estimate(options) as child:
-            result = child.result(None)
+            result = child.result(None, on_wait=partial(_pass_on, child, options.on_case or (lambda _: None)))
     notes = (f"estimated: {which}", *result.notes) if which else result.notes
     return replace(result, notes=notes, seconds=time.perf_counter() - start)
+
+
+def _pass_on(child: Child[Estimate], on_case: Callable[[str], None]) -> None:
+    with suppress(OSError), open(os.path.join(child.directory, _PROGRESS), encoding="utf-8") as file:
+        on_case(file.read())
 
 
 @contextmanager
@@ -63,6 +70,7 @@ def start_estimate(options: EstimateOptions) -> Iterator[Child[Estimate]]:
     with ExitStack() as stack:
         if options.path is not None:
             options = replace(options, model=stack.enter_context(skeleton(options.path)))
+        options = replace(options, on_case=None)  # which stays here
         yield stack.enter_context(Child(ESTIMATE, options, Estimate, does="estimates", relief=relief, sandboxed=True))
 
 
@@ -213,7 +221,8 @@ def propose(
     start = min(cases, key=lambda case: case.needed).case
     proposals: list[Proposal] = []
     num_tracked = 0
-    for what, case in _changes(start):
+    factors = (2, 4, 8) if options.world_size is None else ()  # who says how many ranks there are has no others
+    for what, case in _changes(start, factors):
         if any(case == done.case for done in (*cases, *(proposal.estimate for proposal in proposals))):
             continue
         by_formula = formula.estimate(figures, case)
@@ -228,8 +237,8 @@ def propose(
     return tuple(proposals)
 
 
-def _changes(start: Case) -> Iterator[tuple[str, Case]]:
-    """Yield changes of `start`, what costs least first: compute, hardware, what is trained, speed, data."""
+def _changes(start: Case, factors: Sequence[int]) -> Iterator[tuple[str, Case]]:
+    """Yield changes of `start`, what costs least first: compute, more ranks, what is trained, speed, data."""
     checkpointing = replace(start, activation_checkpointing=True, selective_checkpointing=False)
     if not start.activation_checkpointing:
         yield "--activation-checkpointing", checkpointing
@@ -241,7 +250,7 @@ def _changes(start: Case) -> Iterator[tuple[str, Case]]:
         base = replace(base, activation_checkpointing=True, selective_checkpointing=False)
         words = f"{words} --activation-checkpointing".strip()
         yield words, base
-    for factor in (2, 4, 8):
+    for factor in factors:
         mesh = _more(base.mesh, factor)
         yield f"{words} --mesh {mesh}".strip(), replace(base, mesh=mesh)
     if base.lora is None:
@@ -303,5 +312,13 @@ def _track(options: EstimateOptions, config: str, here: Here) -> Estimate:
         result = by_formula(options)
         return replace(result, notes=(f"estimated by the formula only: {error.what}", *result.notes))
     build_in_sandbox(here, subject=f"a {recipe.title}", where=found.where, foreign=(os.path.dirname(config),))
-    result = estimate_of(options, recipe.title, figures_of(recipe), partial(track, recipe))
+    numbers, total = count(1), len(cases_of(options))
+
+    def follow(case: Case) -> Memory | str:
+        number = next(numbers)
+        with open(os.path.join(here.directory, _PROGRESS), "w", encoding="utf-8") as file:
+            file.write(f"tracing {number} of {total} ways" if number <= total else f"tracing change {number - total}")
+        return track(recipe, case)
+
+    result = estimate_of(options, recipe.title, figures_of(recipe), follow)
     return replace(result, notes=notes_of(recipe, options.seq_len))

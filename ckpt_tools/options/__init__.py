@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 AnyPath = str | os.PathLike[str]
 ProgressFactory = Callable[[int], Callable[[int], None]]
-"""Given the number of bytes to move, returns what is told of every part that was moved."""
+"""Given the number of bytes to move, returns what is told of every part that was moved, and by `count` of tensors."""
 
 
 @dataclass(frozen=True, slots=True)

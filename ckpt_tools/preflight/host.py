@@ -28,7 +28,7 @@ from ckpt_tools.preflight.plain_values import words_of
 from ckpt_tools.preflight.rules.rule import NotKnownError, Stated, Subject
 from ckpt_tools.storage.publish import nearest_parent
 from ckpt_tools.storage.staging import free_bytes
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import counted, escape_name
 from ckpt_tools.units import format_size
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - looked at, and not written to
@@ -424,9 +424,9 @@ def check_host(host: Host, needs: Needs) -> HostResult:
 
 
 def _describe(host: Host) -> str:
-    names = sorted({one.name for one in host.devices or ()})
+    names = sorted({escape_name(one.name) for one in host.devices or ()})
     parts = [
-        "" if host.devices is None else f"{len(host.devices)} GPUs{f' ({escape_name(names[0])})' if names else ''}",
+        "" if host.devices is None else counted(len(host.devices), "GPU") + f" ({', '.join(names)})" * bool(names),
         f"driver {host.driver}" if host.driver else "",
         f"torch {host.torch}" + (f" for CUDA {host.torch_cuda}" if host.torch_cuda else "") if host.torch else "",
         f"NCCL {host.nccl}" if host.nccl else "",

@@ -18,7 +18,7 @@ from ckpt_tools.preflight.plain_values import as_truth, find_value, is_variable,
 from ckpt_tools.preflight.spec import ParallelSpec, shard_mesh, strategy_on
 from ckpt_tools.sandbox.child import Child
 from ckpt_tools.text import escape_name
-from ckpt_tools.units import format_size
+from ckpt_tools.units import format_device, format_size
 
 _DTYPES = ("bf16", "f16", "f32")
 _DEFAULT_SEQ_LEN = 2048
@@ -78,6 +78,7 @@ def ask(
     gpu_memory: int | None,
     max_positions: int | None = None,
     savers: Sequence[str] = (),
+    is_fixed: bool = False,  # Has the user said how many ranks there are?
 ) -> MemoryQuestion:
     """Return what to estimate for a spec; `gpu_memory` is in bytes, `max_positions` counts where no length is given."""
     whole, why_not = spec.mesh, _why_not(spec)
@@ -104,6 +105,7 @@ def ask(
     options = EstimateOptions(
         model=model,
         mesh=str(mesh),
+        world_size=mesh.world_size if is_fixed else None,
         strategy=strategy_on(spec, _renamed(spec, sharded)),
         activation_checkpointing=spec.activation_checkpointing,
         selective_checkpointing=_selects(spec, notes),
@@ -262,7 +264,7 @@ def check_memory(estimate: Estimate, spec: ParallelSpec) -> tuple[Finding, ...]:
     what = (
         f"{found.case.label} on {found.case.mesh} needs {format_size(found.needed)} per rank "
         f"({format_size(found.per_rank.peak)} at the peak plus a margin of {format_size(found.margin.total)}), "
-        f"but a device has {format_size(estimate.gpu_memory)}"
+        f"but a device has {format_device(estimate.gpu_memory)}"
     )
     return (Finding.error("memory-does-not-fit", key, what, hint),)
 

@@ -39,7 +39,7 @@ from ckpt_tools.preflight.smoke import SmokeReport, run_smoke
 from ckpt_tools.preflight.spec import ParallelSpec
 from ckpt_tools.sandbox.child import Child
 from ckpt_tools.text import counted, escape_name
-from ckpt_tools.units import format_size, parse_size
+from ckpt_tools.units import format_device, format_size, parse_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +228,7 @@ def preflight(options: PreflightOptions) -> PreflightReport:
         _check_host(run, needs_of((*config.companions, config), facts))
     why_not = _why_not_run(run, config)
     no_memory, no_smoke = (options.why_skipped(name) or why_not for name in ("memory", "smoke"))
-    question = MemoryQuestion(options=None, why_not=no_memory) if no_memory else _question(config, sources, gpu_memory)
+    question = MemoryQuestion(options=None, why_not=no_memory) if no_memory else _question(config, sources, run.options)
     # The estimate has a process of its own, and runs while the others are made.
     with start_estimate(question) as estimating, tempfile.TemporaryDirectory(prefix="ckpt-preflight-") as workdir:
         with run.check("checkpoint") as check:
@@ -254,7 +254,7 @@ def preflight(options: PreflightOptions) -> PreflightReport:
             shapes = {} if view.facts is None else view.facts.shapes
             too_small = blocks_too_small(spec, shapes)
             doubted = replace(question, why_not=too_small) if too_small and not no_memory else question
-            estimate = _check_memory(check, run, spec, doubted, None if too_small else estimating, gpu_memory)
+            estimate = _check_memory(check, run, config, doubted, None if too_small else estimating, gpu_memory)
     for code in set(options.ignore) - {one.code for one in run.ignored}:
         run.notes.append(f"--ignore {escape_name(code)}: no such finding")
     return run.report(
@@ -360,7 +360,7 @@ def _says_enough(facts: ModelFacts | None, spec: ParallelSpec) -> bool:
     return set(spec.wrap_classes) <= set(facts.blocks) and (spec.adapter is None or not spec.adapter.targets)
 
 
-def _question(config: Config, sources: Sources, gpu_memory: int | None) -> MemoryQuestion:
+def _question(config: Config, sources: Sources, options: PreflightOptions) -> MemoryQuestion:
     if sources.model is None:
         return MemoryQuestion(options=None, why_not="there is no config.json of the model")
     try:
@@ -368,9 +368,10 @@ def _question(config: Config, sources: Sources, gpu_memory: int | None) -> Memor
         return ask(
             config.spec,
             model=sources.model,
-            gpu_memory=gpu_memory,
+            gpu_memory=options.gpu_bytes,
             max_positions=positions,
             savers=savers_of(config.framework, config.values),
+            is_fixed=options.world_size is not None,
         )
     except CkptError as error:
         return MemoryQuestion(options=None, why_not=error.what)
@@ -379,7 +380,7 @@ def _question(config: Config, sources: Sources, gpu_memory: int | None) -> Memor
 def _check_memory(
     check: Check,
     run: PreflightRun,
-    spec: ParallelSpec,
+    config: Config,
     question: MemoryQuestion,
     estimating: Child[Estimate] | None,
     gpu_memory: int | None,
@@ -402,9 +403,9 @@ def _check_memory(
     if doubt := doubt_of(found, question):
         run.not_checked.append(f"whether it fits: {doubt}")
     else:
-        check.findings, check.was_made = check_memory(found, spec), found.fits is not None
+        check.findings, check.was_made = run.placed(check_memory(found, config.spec), config), found.fits is not None
     run.not_checked += [f"whether it fits: {case.doubt}" for case in found.cases if case.doubt is not None]
-    check.what += f"; a device has {format_size(gpu_memory)}"
+    check.what += f"; a device has {format_device(gpu_memory)}"
     return found
 
 

@@ -35,7 +35,9 @@ from ckpt_tools.transfer.threads import Crew
 from ckpt_tools.transfer.value_counts import Counts
 
 Progress = Callable[[int], None]
-"""Called with the number of logical bytes that have been moved since the last call; from any thread."""
+"""Called with the number of logical bytes that have been moved since the last call; from any thread.
+
+Where it has a method `count`, that is called with "tensor", how many are done, and of how many."""
 OnDamage = Callable[[TensorEntry, CkptError], None]
 """Called with what is wrong with a tensor's bytes; returning means: go on with the next block."""
 
@@ -80,7 +82,7 @@ class _Execution:
         self._resumable = resumable
         self._progress = progress
         self._on_damage = on_damage
-        self._tasks = tasks
+        self._tasks, self._num_done = tasks, 0
         self._lock = threading.Lock()
         self._open_copies: dict[str, int] = {}
         self._framed = {file.file: file for file in files if has_frames(file)}
@@ -148,6 +150,9 @@ class _Execution:
             self.outcome.bytes_written += written
             task.remaining -= 1
             last = task.remaining == 0
+            self._num_done += last
+            if last and (count := getattr(self._progress, "count", None)) is not None:
+                count("tensor", self._num_done, len(self._tasks))
             if self._progress is not None and nbytes:
                 self._progress(nbytes)
         if last:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from corrupt import damage
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from samples import ASSETS, MODEL, files_of, safetensors_bytes, shard_model, staging_left, tensor, write_model
 
 from ckpt_tools import api
@@ -195,7 +195,7 @@ def test_diff_json_has_the_documented_fields(run: Path, tmp_path: Path, ckpt: Ck
     assert [identity["format"] for identity in document.pop("identities")] == ["hf", "dcp"]
     assert document == {
         "schema_version": 1, "equal": True, "only_in_a": [], "only_in_b": [], "changed": [],
-        "num_equal": len(MODEL), "notes": [], "keys_only": False,
+        "num_equal": len(MODEL), "notes": [], "keys_only": False, "terms": [],
     }  # fmt: skip
     other = {k: v for k, v in MODEL.items() if k != "model.step"} | {UP: tensor("BF16", 16, 8, seed=99)}
     write_model(tmp_path / "other", other | {"x": tensor("U8", 1), "model.empty": tensor("F32", 0, 4)})
@@ -203,7 +203,8 @@ def test_diff_json_has_the_documented_fields(run: Path, tmp_path: Path, ckpt: Ck
     assert document["only_in_a"] == ["model.step"]
     assert document["only_in_b"] == ["x"]
     assert {change["fqn"] for change in document["changed"]} == {UP, "model.empty"}
-    assert ckpt_json("diff", tmp_path / "model", tmp_path / "other", "--include", "**embed**")["equal"]
+    limited = ckpt_json("diff", tmp_path / "model", tmp_path / "other", "--include", "**embed**")
+    assert (limited["equal"], limited["terms"]) == (True, ["--include **embed**"])
     assert ckpt_json("diff", tmp_path / "model", tmp_path / "other", "--exclude", "{x,**}", code=2)
     code, out, _ = ckpt("diff", tmp_path / "model", tmp_path / "other")
     assert code == 3
@@ -427,17 +428,51 @@ def test_progress_goes_to_stderr_alone(model: Path, tmp_path: Path, capfd, mode:
     assert ("B/s" in err or "%" in err) == (mode == "bar")
 
 
+def test_a_tensor_of_several_blocks_counts_once(tmp_path: Path) -> None:
+    save_file({"large": torch.zeros(5 << 20), "small": torch.zeros(2)}, tmp_path / "m.safetensors")
+    counted = []
+
+    class Receiver:
+        def __call__(self, nbytes: int) -> None: ...
+
+        def count(self, *told: object) -> None:
+            counted.append(told)
+
+    api.verify(tmp_path / "m.safetensors", level="values", progress=lambda _: Receiver())
+    assert counted == [("tensor", 1, 2), ("tensor", 2, 2)]
+
+
 def test_command_without_a_total_says_that_it_goes_on(capsys, monkeypatch):
     monkeypatch.setattr("ckpt_tools.cli.output.PLAIN_INTERVAL_S", 0.01)
     told = threading.Event()
     monkeypatch.setattr("ckpt_tools.cli.output.note", lambda text: (print(text), told.set()))
-    with waiting(OutputOptions(), "estimating"):
+    with waiting(OutputOptions(), "estimating") as say_instead:
         assert told.wait(10)
-    assert capsys.readouterr().out.startswith("estimating: 0:00:00\n")
+        assert capsys.readouterr().out.startswith("estimating: 0:00:00\n")
+        say_instead("tracing 3 of 12 ways")
+        told.clear()
+        assert told.wait(10)
+    assert "tracing 3 of 12 ways: 0:00:00\n" in capsys.readouterr().out
     told.clear()
     with waiting(OutputOptions(json=True), "estimating"), waiting(OutputOptions(quiet=True), "estimating"):
         assert not told.wait(0.1)
     assert not [thread for thread in threading.enumerate() if thread.name == "ckpt-waiting"]
+
+
+def test_progress_counts_tensors_on_a_line_that_changes(model: Path, ckpt: Ckpt, monkeypatch) -> None:
+    monkeypatch.setattr("ckpt_tools.cli.output._LIVE_INTERVAL_S", 0.0)
+    for command in ("stats", "verify"):
+        code, _, err = ckpt(command, model, "--progress", "bar")
+        assert code == 0
+        shown = [line for line in err.split("\r\x1b[K") if "B/s" in line]
+        assert shown[0].startswith("0 B/")
+        counted = [int(found[1]) for line in shown if (found := re.search(r", tensor (\d) of 6$", line))]
+        assert counted == sorted(counted)
+        assert counted[-1] >= 5  # one has no bytes
+        assert any("924 B/924 B 100%" in line for line in shown)
+        assert len(shown[-1]) < 100
+    for quiet in ("-q", "--json"):
+        assert "tensor" not in ckpt("stats", model, "--progress", "bar", quiet)[2]
 
 
 def test_progress_plain_prints_a_line_per_interval(model: Path, tmp_path: Path, ckpt: Ckpt, monkeypatch) -> None:

@@ -151,6 +151,7 @@ def test_updates_are_measured_against_another_step(tmp_path, capsys) -> None:
     assert main(["stats", str(tmp_path / "a"), "--against", str(tmp_path / "b")]) == 3
     out = capsys.readouterr().out
     assert "Updates by layer" in out
+    assert "update: |new − old| / |old|, of all layers of a row together" in out
     assert "info: unchanged: 18 of 20 weights have not changed" in out
 
 

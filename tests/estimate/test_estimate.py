@@ -91,6 +91,14 @@ def test_llama_7b_takes_half_a_minute_and_less_than_a_gigabyte(tmp_path):
 
 
 @pytest.mark.full
+def test_ways_are_counted_while_they_are_traced(tmp_path):
+    said = []
+    shape = {"world_size": 2, "seq_len": 64, "strategy": ["full_shard", "shard_grad_op"]}
+    api.estimate(write(tmp_path / "model", CONFIG), **shape, gpu_memory="1129MiB", on_case=said.append)
+    assert list(dict.fromkeys(said))[:3] == ["tracing 1 of 2 ways", "tracing 2 of 2 ways", "tracing change 1"]
+
+
+@pytest.mark.full
 def test_nothing_fits_exits_3_and_the_advice_fits_when_followed(tmp_path, capsys):
     model = write(tmp_path / "model", CONFIG)
     # What the device needs for itself is 1128 MiB; that leaves 12 MiB for a model that takes 20.
@@ -117,7 +125,8 @@ def test_figures_alone_are_answered_by_the_formula_and_said_so(capsys):
     assert "fits in 80 GB" in shown
     *lines, last = (line for line in shown.splitlines() if "dp_" in line)
     assert re.fullmatch(
-        r"recommended: shard_grad_op on dp_shard=8: peak [\d.]+ GiB and margin [\d.]+ GiB of 74.5 GiB; .*", last
+        r"recommended: shard_grad_op on dp_shard=8: peak [\d.]+ GiB and margin [\d.]+ GiB of 80 GB \(74.5 GiB\); .*",
+        last,
     )
     rows = [line.split() for line in lines]
     assert len(rows) == 8
@@ -135,7 +144,7 @@ def test_figures_json_has_every_field_of_the_contract(capsys):
 
 
 def test_figures_proposals_go_from_cheap_to_dear_until_one_fits():
-    found = api.estimate(params=70 * 10**9, layers=80, hidden=8192, world_size=8, gpu_memory="80GB")
+    found = api.estimate(params=70 * 10**9, layers=80, hidden=8192, mesh="dp_shard=8", gpu_memory="80GB")
     assert [proposal.what for proposal in found.proposals] == [
         "--activation-checkpointing",
         "--activation-checkpointing --mesh dp_shard=16",
@@ -143,6 +152,14 @@ def test_figures_proposals_go_from_cheap_to_dear_until_one_fits():
     ]
     assert found.advice is found.proposals[-1]
     assert found.advice.estimate.needed <= 80 * 10**9 < found.proposals[-2].estimate.needed
+
+
+@pytest.mark.parametrize("mesh", [None, "dp_replicate=2,dp_shard=-1"])
+def test_proposals_have_the_ranks_that_were_given(mesh):
+    sizes = {"params": "70B", "layers": 80, "hidden": 8192}
+    found = api.estimate(**sizes, mesh=mesh, world_size=8, gpu_memory="80GB")
+    assert {each.estimate.case.mesh.world_size for each in found.proposals} == {8}
+    assert "--mesh" not in found.advice.what
 
 
 def test_nothing_helps_is_said(capsys):

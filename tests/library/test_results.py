@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import html
 import json
 import pickle
+import re
 from dataclasses import fields, replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,7 +21,18 @@ from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checkpoint.identity import Identity, StepCount
 from ckpt_tools.checkpoint.summarise import summarise
 from ckpt_tools.checks.diff import Change
+from ckpt_tools.checks.step import join
+from ckpt_tools.cli.diff import diff_page
+from ckpt_tools.cli.estimate import estimate_page
+from ckpt_tools.cli.inspection import build_page
+from ckpt_tools.cli.preflight import preflight_page
+from ckpt_tools.cli.runs import tending_page
+from ckpt_tools.cli.smoke import smoke_page
+from ckpt_tools.cli.stats import stats_page
+from ckpt_tools.cli.verify import verify_page
+from ckpt_tools.cli.views.page import FactList, PageTable
 from ckpt_tools.results import CheckedResult, Result
+from ckpt_tools.text import escape_message
 
 
 def _full_identity() -> Identity:
@@ -68,8 +81,41 @@ def test_text_and_table_of_a_result_are_short_and_harmless(name: str) -> None:
     assert len(text.splitlines()) <= 20
     assert len(text) < 3000
     assert all(line.isprintable() for line in text.split("\n"))
-    assert _Tags(table).tags == {"table", "caption", "tr", "th", "td"}
-    assert len(table) < 6000
+    assert _Tags(table).tags <= {"div", "b", "br", "table", "caption", "tr", "th", "td"}
+    assert len(table) < 9000
+    assert table.count("<tr>") <= 21
+
+
+PAGES = {
+    "summary": build_page,
+    "verification": verify_page,
+    "difference": diff_page,
+    "stats": stats_page,
+    "estimate": estimate_page,
+    "smoke": smoke_page,
+    "preflight": preflight_page,
+    "pruned": tending_page,
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_notebook_shows_the_top_of_the_page(name: str) -> None:
+    made: Any = MADE[name]
+    page, shown = PAGES[name](made), html.unescape(made._repr_html_())
+    for text in (page.verdict, *(escape_message(title)[:160] for title in page.titles)):
+        assert text in shown
+    worst = [found[0].what for _, found in page.groups]
+    told = [escape_message(what)[:100] in shown for what in worst]
+    assert told == [number < 3 for number in range(len(told))]
+    table = next(part for part in page.parts() if isinstance(part, PageTable | FactList) and part.rows)
+    assert all(escape_message(cell)[:100] in shown for row in table.rows[:20] for cell in row)
+    assert not any(word in shown for word in ("://", "<style", "class="))
+
+
+def test_notebook_colors_edges_alone_so_that_any_theme_can_be_read() -> None:
+    shown = MADE["verification"]._repr_html_() + MADE["pruned"]._repr_html_()  # type: ignore[operator]
+    assert "border-left: .35em solid #d13438" in shown
+    assert not re.search(r"(?<!-)(color|background)[\w-]*:", shown)
 
 
 def test_text_of_a_result_says_what_matters() -> None:
@@ -122,6 +168,15 @@ def test_results_without_a_verdict_are_plain_objects() -> None:
 def test_equal_names_alone_are_not_called_equal() -> None:
     same = results.difference(only_in_a=(), only_in_b=(), changed=(), keys_only=True)
     assert repr(same).splitlines()[0] == "Difference: equal (names, shapes and dtypes)"
+
+
+def test_what_limits_a_comparison_is_part_of_its_result(world: Path) -> None:
+    limited = ckpt_tools.diff(world / "model", world / "model-dp8", include="model.**", atol=0.5)
+    assert limited.terms == ("--atol 0.5", "--include model.**")
+    assert diff_page(limited).mood == "partly"
+    names = replace(limited, keys_only=True)
+    joined = join({"unet": names, "vae": names}, identities=())
+    assert (joined.keys_only, joined.terms) == (True, limited.terms)
 
 
 def test_conversion_says_what_became_of_the_destination(world: Path, tmp_path: Path) -> None:

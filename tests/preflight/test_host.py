@@ -246,8 +246,13 @@ def test_host_in_a_prolog_says_it_in_json(
     assert any("a GPU for each rank" in text for text in document["not_checked"])
 
 
-def test_host_needs_no_config_and_everything_else_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_host_needs_no_config_and_everything_else_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["preflight"]) == 2
     assert "CONFIG" in capsys.readouterr().err
     assert main(["preflight", "--host", "--json"]) in (0, 3)
     assert [one["name"] for one in json.loads(capsys.readouterr().out)["checks"]] == ["config", "host"]
+    page = tmp_path / "page.html"
+    main(["preflight", "--host", "--html", str(page)])
+    assert "this machine" in [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert "<h1>this machine</h1>" in page.read_text()
+    assert "mesh not known" not in page.read_text()

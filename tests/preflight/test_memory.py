@@ -92,6 +92,12 @@ def test_options_that_save_memory_make_the_estimate_an_upper_bound(framework, va
     assert len(question.notes) == len(found)
 
 
+def test_number_of_ranks_that_was_given_is_not_changed_by_a_proposal():
+    assert ask(spec(), model="m", gpu_memory=1).options.world_size is None
+    for mesh in ("dp_shard=8", "dp_shard=2,cp=2,tp=2", "dp_replicate=2,dp_shard=4"):
+        assert ask(spec(mesh=mesh), model="m", gpu_memory=1, is_fixed=True).options.world_size == 8
+
+
 def test_experts_over_ranks_that_do_not_divide_are_said_and_not_cut():
     question = ask(spec(axes={"ep": 3}), model="m", gpu_memory=1)
     assert question.options.expert_parallel == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -19,11 +20,15 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from ckpt_tools import api
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checkpoint.layout import parse_mesh
 from ckpt_tools.cli import main
+from ckpt_tools.cli.output import ChangingLine
+from ckpt_tools.cli.preflight import _lines, _located
 from ckpt_tools.errors import UsageError
 from ckpt_tools.preflight import run as run_module
 from ckpt_tools.preflight.model_facts import find_sources
+from ckpt_tools.preflight.places import ConfigLocation
 from ckpt_tools.preflight.report import CHECKS
 from ckpt_tools.preflight.spec import ParallelSpec
 
@@ -155,6 +160,95 @@ def test_preflight_without_a_model_says_what_it_did_not_check(tmp_path, capsys):
     assert checks == {"config": True, "rules": True, "memory": None, "checkpoint": None, "smoke": None}
     told = " ".join(document["not_checked"])
     assert all(word in told for word in ("the model", "a checkpoint", "a smoke run", "whether it fits"))
+
+
+@pytest.mark.parametrize(("options", "total"), [((), 5), (("--host",), 6), (("--only", "rules"), 5)])
+def test_preflight_counts_its_checks(tmp_path, capsys, monkeypatch, options, total):
+    shown = []
+    monkeypatch.setattr(ChangingLine, "show", lambda _, text: shown.append(text))
+    run(capsys, write(tmp_path), *options)
+    assert [text.partition(":")[0] for text in shown] == [f"check {n} of {total}" for n in range(1, total + 1)]
+
+
+def test_findings_come_by_severity_then_file_and_line():
+    kinds = [
+        ("info", "a", 1),
+        ("error", "b", 2),
+        ("warning", "b", 10),
+        ("error", "a", 9),
+        ("error", "", 0),
+        ("error", "b", 1),
+    ]
+    found = [getattr(Finding, kind)(f"c{i}", "key", "what") for i, (kind, _, _) in enumerate(kinds)]
+    places = {one: ConfigLocation(path, line) for one, (_, path, line) in zip(found, kinds, strict=True) if path}
+    shown = [(one.severity, one.where) for one in _located(found, places).values()]
+    errors = [("error", f"{place}key") for place in ("a:9: ", "b:1: ", "b:2: ", "")]
+    assert shown == [*errors, ("warning", "b:10: key"), ("info", "a:1: key")]
+
+
+SECRETS = """
+export WANDB_API_KEY=hunter2
+torchrun --nproc 8 train.py --hub_token hunter2 --lr 1e-4
+  --password=hunter2 \\
+  "hub_token": "hunter2",
+password = \'\'\'
+hunter2
+\'\'\'
+token: |
+  hunter2
+- token: hunter2
+db: postgres://me:hunter2@host/db
+passphrase: hunter2
+credentials:
+  - hunter2
+  pw: hunter2
+api_key:
+  hunter2
+secret: {a: hunter2}
+url: https://x/?sig=hunter2
+innocent: hf_%s
+"""
+
+
+def test_lines_of_a_config_are_shown_without_secrets(tmp_path):
+    random = "QwErTyUiOpAsDfGhJkLzXcVbNmPlOkIjUh"
+    (tmp_path / "c.yaml").write_text(
+        SECRETS % random + "tokenizer: gpt2\nmax_tokens: 512\nuse_auth_token: true\n# why\n"
+    )
+    shown = [*_lines(str(tmp_path / "c.yaml"))]
+    assert not [line for line in shown if "hunter2" in line or random in line]
+    assert shown[2] == "torchrun --nproc 8 train.py --hub_token …"
+    assert "db: postgres://…@host/db" in shown
+    assert shown[-4:] == ["tokenizer: gpt2", "max_tokens: 512", "use_auth_token: true", "# why"]
+
+
+def test_page_pins_findings_on_the_lines_of_the_config_the_worst_first(tmp_path, capsys):
+    path = write(
+        tmp_path, {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}, fsdp_typo=1, hub_token="hunter2"
+    )
+    args = tmp_path / "args.yaml"
+    args.write_text(
+        "per_device_train_batch_size: 2\nrun_name: </script><b>x\nbf16: true\nfp16: true\noutput_dir: run\nb: 1\n"
+    )
+    page = tmp_path / "page.html"
+    argv = ["preflight", str(path), str(args), "--only", "rules", "--html", str(page)]
+    assert main(argv) == 3
+    out, text = capsys.readouterr().out, page.read_text()
+    ranks = [
+        ("error", "warning", "info").index(word) for word in re.findall(r"^(error|warning|info): ", out, re.MULTILINE)
+    ]
+    assert ranks == sorted(ranks)
+    assert len(set(ranks)) > 1
+    shown = re.findall(r'<p class="line( alarm)?"><span class="dim">(\d+)</span><code>(.*)</code></p>', text)
+    assert (" alarm", "4", "fp16: true") in shown
+    assert ("", "2", "run_name: &lt;/script&gt;&lt;b&gt;x") in shown
+    assert ("", "6", "b: 1") in shown or (" alarm", "6", "b: 1") in shown
+    assert "hunter2" not in text
+    pins = re.findall(r'class="pin" id="(place-\d+)" [^>]*href="#(finding-\d+)"', text)
+    assert len(pins) == len(ranks)
+    assert all(f'id="{finding}"' in text and f'href="#{place}"' in text for place, finding in pins)
+    severities = re.findall(r'<summary><span class="tag (\w+)">', text)
+    assert severities == sorted(severities, key=("error", "warning", "info").index)
 
 
 def test_preflight_takes_the_number_of_ranks_that_it_is_told(tmp_path, capsys):

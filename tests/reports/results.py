@@ -21,7 +21,7 @@ from ckpt_tools.cli.runs import tending_page
 from ckpt_tools.cli.smoke import smoke_page
 from ckpt_tools.cli.stats import stats_page
 from ckpt_tools.cli.verify import verify_page
-from ckpt_tools.cli.views.page import Page
+from ckpt_tools.cli.views.page import Excerpt, Page, PageSection, findings_section
 from ckpt_tools.cli.views.write import failed_page, unfinished_page
 from ckpt_tools.estimate import Estimate
 from ckpt_tools.estimate.case import Case, Margin
@@ -189,18 +189,26 @@ def pruned() -> PruneResult:
     return PruneResult(path=HOSTILE[2], checkpoints=planned, quarantine=quarantine, findings=FINDINGS, dry_run=True)
 
 
+def lines() -> Excerpt:
+    """Lines of a config, with a finding on each."""
+    return Excerpt(HOSTILE[0], [(10**i, name, FINDINGS[i : i + 1]) for i, name in enumerate(HOSTILE)])
+
+
 def pages() -> dict[str, Page]:
     """A page of every command, with something in each of its sections."""
     return {
         "inspect": build_page(sharded("dp_replicate=2,dp_shard=64"), stored=sharded()),
         "plain": build_page(summarise(model(), path="m")),
         "verify": verify_page(verification(unchecked=(Unchecked(what=HOSTILE[3]),)), HOSTILE[0]),
-        "diff": diff_page(difference(), "a", HOSTILE[0], keys_only=False, terms=("--atol 1",)),
+        "diff": diff_page(difference(terms=("--atol 1",)), "a", HOSTILE[0]),
         "stats": stats_page(stats(), HOSTILE[0], "before"),
         "estimate": estimate_page(estimate(True, False, None)),
         "smoke": smoke_page(smoke(findings=FINDINGS, notes=("half",), stacks={0: "at\n" + HOSTILE[0]})),
         "preflight": preflight_page(
             preflight(findings=FINDINGS, not_checked=(HOSTILE[1],), estimate=estimate(True), smoke=smoke())
+        ),
+        "lines": Page(
+            "preflight", "x", [PageSection("In the config", [lines()]), *findings_section(FINDINGS)], "bad", "no"
         ),
         "watch": tending_page(pruned(), "watch"),
         "unfinished": unfinished_page("verify", HOSTILE[0]),

@@ -180,7 +180,7 @@ def test_verdict_and_worst_finding_are_seen_without_scrolling(browser, files, wi
 
 def test_finding_and_its_mark_lead_to_each_other(browser, files, tmp_path):
     changed = [Change(fqn=f"l.{i}.up", what="differs", relative=5.0 if i == 3 else 0.01) for i in range(8)]
-    page = results.diff_page(results.difference(changed=tuple(changed)), "a", "b", keys_only=False)
+    page = results.diff_page(results.difference(changed=tuple(changed)))
     (tmp_path / "diff.html").write_bytes(build_html(page))
     for file, marks in ((files["verify"], "a.pin"), (tmp_path / "diff.html", ".depth a")):
         _open(browser, file, width=800)

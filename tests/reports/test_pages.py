@@ -20,6 +20,7 @@ from samples import examples, shard_model, write_model
 from ckpt_tools.checkpoint.entries import ByteSpan, Checkpoint, Chunk, Finding
 from ckpt_tools.checkpoint.layout import Box, Mesh
 from ckpt_tools.checkpoint.summarise import summarise
+from ckpt_tools.checks.diff import Change
 from ckpt_tools.checks.stats import Stats, TensorStats
 from ckpt_tools.checks.verify import Extent, Unchecked
 from ckpt_tools.cli import main
@@ -99,10 +100,10 @@ def test_pages_keep_hostile_names_as_text_and_load_nothing(read, name):
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; "
         "form-action 'none'"
     )
-    assert len(page.scripts) == (1 if name in ("verify", "estimate", "unfinished", "failed") else 2)
+    assert len(page.scripts) == (1 if name in ("verify", "estimate", "lines", "unfinished", "failed") else 2)
 
 
-@pytest.mark.parametrize("name", ["verify", "stats", "smoke", "preflight"])
+@pytest.mark.parametrize("name", ["verify", "stats", "smoke", "preflight", "lines"])
 def test_pages_say_every_finding_with_where_and_fix(read, name):
     for finding in results.FINDINGS:
         assert all(part in read[name].text for part in (finding.code, finding.where, finding.what, finding.hint))
@@ -205,11 +206,11 @@ def test_green_is_only_what_left_nothing_unchecked():
     assert verify_page(replace(clean, findings=(warning,)), "x").mood == "partly"
     assert verify_page(results.verification(), "x").mood == "bad"
     equal = results.difference(only_in_a=(), only_in_b=(), changed=(), notes=())
-    assert diff_page(equal, "a", "b", keys_only=False).mood == "good"
-    assert diff_page(equal, "a", "b", keys_only=True).mood == "partly"
-    assert diff_page(equal, "a", "b", keys_only=False, terms=("--include x",)).mood == "partly"
-    assert diff_page(replace(equal, notes=("n",)), "a", "b", keys_only=False).mood == "partly"
-    assert diff_page(results.difference(), "a", "b", keys_only=False).mood is None
+    assert diff_page(equal).mood == "good"
+    assert diff_page(replace(equal, keys_only=True)).mood == "partly"
+    assert diff_page(replace(equal, terms=("--include x",))).mood == "partly"
+    assert diff_page(replace(equal, notes=("n",))).mood == "partly"
+    assert diff_page(results.difference()).mood is None
     assert [estimate_page(results.estimate(fits)).mood for fits in (True, False, None)] == ["partly", "bad", "unknown"]
     assert estimate_page(results.estimate(None, gpu_memory=None)).mood is None
     assert smoke_page(results.smoke()).mood == "good"
@@ -407,7 +408,7 @@ def test_nan_alone_is_no_number_and_unread_is_not_clean():
 def test_equal_absent_and_unread_tensors_of_a_diff_are_not_alike():
     given = results.difference(same=("l.0.norm", "l.3.norm"))
     for keys_only, word in ((False, "equal"), (True, "not read")):
-        page = diff_page(given, "a", "b", keys_only=keys_only)
+        page = diff_page(replace(given, keys_only=keys_only))
         rows = next(part for part in page.parts() if isinstance(part, Depth)).to_json({})["rows"]
         assert [row[1] for row in rows if row[2] == word] == [0, 3]
 
@@ -440,7 +441,7 @@ def test_estimate_recommends_one_and_says_why():
         ]
         return Estimate(model="m", params=7, cases=tuple(cases), gpu_memory=80 * 10**9)
 
-    held = "on dp_shard=8: peak 60.0 GiB and margin 1.00 GiB of 74.5 GiB"
+    held = "on dp_shard=8: peak 60.0 GiB and margin 1.00 GiB of 80 GB (74.5 GiB)"
     least = "the least recomputation that fits"
     assert fitting(full_shard=True).recommendation == f"full_shard {held}; --strategy all compares the others"
     some = fitting(no_shard=False, full_shard_ac=True, full_shard=True, shard_grad_op_ac=True)
@@ -451,12 +452,22 @@ def test_estimate_recommends_one_and_says_why():
     assert fitting(full_shard=True, no_shard=False).recommendation == f"full_shard {held}; the only one that fits"
     assert estimate_page(some).verdict == f"Recommended: {some.recommendation}"
     assert estimate_page(some).sections[0].parts[0].bars[0].name.startswith("recommended: shard_grad_op")
+    alone = estimate_page(fitting(full_shard=True))
+    assert alone.verdict.startswith("Tried: full_shard on dp_shard=8")
+    assert alone.sections[0].parts[0].bars[0].name == "tried: full_shard on dp_shard=8"
     none = fitting(full_shard=False)
     assert none.recommendation is None
     change = Proposal(what="--lora", estimate=results.case(True))
     none = replace(none, proposals=(change,))
     assert estimate_page(none).verdict == f"does NOT fit in 80 GB (74.5 GiB); with --lora it would: full_shard {held}"
     assert estimate_page(none).sections[0].title == "What would fit"
+
+
+def test_counts_have_separators_and_numbers_few_powers_of_ten():
+    changed = tuple(Change(fqn=f"l.{i}.up", what="differs", relative=1234.5) for i in range(12345))
+    page = diff_page(results.difference(changed=changed, num_equal=23456))
+    assert page.verdict.startswith("12,345 differ, 23,456 equal")
+    assert next(part for part in page.parts() if isinstance(part, PageTable)).rows[0][1] == "1,230"
 
 
 def test_inspect_page_leads_with_missing_files():
@@ -534,12 +545,11 @@ def test_failed_run_leaves_no_earlier_verdict(tmp_path, capsys):
 def test_report_tells_of_this_run_from_its_first_moment(tmp_path, monkeypatch):
     page, output = tmp_path / "page.html", OutputOptions(quiet=True)
     with report_to(page, "verify", "x", output) as report:
-        assert report is not None
         assert "Not finished" in page.read_text()  # what kill -9 leaves
-        report(results.pages()["stats"])
+        report(lambda: results.pages()["stats"])
     done = page.read_bytes()
     with pytest.raises(OSError, match="gone"), report_to(page, "verify", "x", output) as report:  # noqa: PT012
-        report(results.pages()["stats"])
+        report(lambda: results.pages()["stats"])
         raise OSError("stdout is gone")
     assert page.read_bytes() == done
     with pytest.raises(KeyboardInterrupt), report_to(page, "verify", "x", output):
@@ -547,4 +557,4 @@ def test_report_tells_of_this_run_from_its_first_moment(tmp_path, monkeypatch):
     assert "there is no result" in page.read_text()
     monkeypatch.setenv("RANK", "1")
     with report_to(page, "smoke", "x", output) as report:
-        assert report is None
+        report(lambda: pytest.fail("made for nobody"))

@@ -174,7 +174,7 @@ UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.layers.0.input_layernorm.
 def test_tensor_that_does_not_fit_is_found(farm, models, tmp_path, change, code, phases, said):
     report = farm.smoke(source=damaged(models, tmp_path, change))
     assert codes(report) == [code] * len(report.findings)
-    assert len(report.findings) == 1 or code == "wrong-dtype"
+    assert len(report.findings) == 1 or code == "dtype-mix"
     assert [phase in phases for phase in failed(report)] == [True]
     assert said in f"{report.findings[0].where}: {report.findings[0].what}"
 

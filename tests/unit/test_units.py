@@ -3,7 +3,7 @@
 import pytest
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.units import format_duration, format_size, parse_size
+from ckpt_tools.units import format_device, format_duration, format_number, format_size, parse_size
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,20 @@ def test_format_size_has_three_digits(nbytes: float, text: str) -> None:
 )
 def test_format_duration_is_hours_minutes_seconds(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "digits", "text"),
+    [
+        (0, 3, "0"), (1234.5, 3, "1,230"), (12345.6, 5, "12,346"), (999.96, 3, "1,000"), (123456, 3, "123,000"),
+        (2.5e6, 2, "2.5e+06"), (1e-4, 3, "0.0001"), (1.234e-5, 2, "1.2e-05"), (-0.01234, 2, "-0.012"),
+        (float("nan"), 3, "nan"), (float("-inf"), 3, "-inf"), (0.5, 2, "0.5"),
+    ],
+)  # fmt: skip
+def test_numbers_are_those_of_people(number, digits, text):
+    assert format_number(number, digits) == text
+
+
+def test_device_is_named_as_its_maker_does():
+    assert format_device(80 * 10**9) == "80 GB (74.5 GiB)"
+    assert format_device(10**13) == "10,000 GB (9.09 TiB)"

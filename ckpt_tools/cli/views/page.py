@@ -85,6 +85,13 @@ class Listing(NamedTuple):
     lines: Sequence[str]
 
 
+class Excerpt(NamedTuple):
+    """Lines of a file, those that findings are about and their neighbours: number, text and findings of each."""
+
+    caption: str
+    lines: Sequence[tuple[int, str, Sequence[Finding]]]
+
+
 class Bar(NamedTuple):
     """One stacked bar: a size per series of its `Bars`, and what they come to in words."""
 
@@ -213,7 +220,7 @@ class ScriptDrawing(NamedTuple):
     layout: int = 0
 
 
-Part = FactList | PageTable | FindingList | NoteList | Listing | Bars | HeatTable | Depth | ScriptDrawing
+Part = FactList | PageTable | FindingList | NoteList | Listing | Excerpt | Bars | HeatTable | Depth | ScriptDrawing
 
 
 class PageSection(NamedTuple):

@@ -83,13 +83,14 @@ MARK = "<!doctype html>\n<!-- ckpt report -->\n"  # How every report begins; not
 _FILES = os.path.join(os.path.dirname(__file__), "page_files")
 _IN_MARKUP = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
 """What would end a script element, or a line of it."""
+_BRIEF = 160  # Characters of a text in a notebook
 
 
 def build_html(page: Page) -> bytes:
     """Return the file's bytes."""
     links = _Links(page)
     depths = [part.to_json(links.numbers) for part in page.parts() if isinstance(part, Depth)]
-    text = _template().render(
+    text = _template("page.html.j2").render(
         page=page,
         links=links,
         version=__version__,
@@ -100,6 +101,11 @@ def build_html(page: Page) -> bytes:
         needs_script=bool(page.data or depths),
     )
     return (MARK + text).encode()
+
+
+def build_summary(page: Page) -> str:
+    """Return what stands on top of a page, and its first table, for notebooks: no style sheet, script or request."""
+    return _template("summary.html.j2").render(page=page)
 
 
 class _Links:
@@ -150,7 +156,7 @@ def _read(name: str) -> str:
 
 
 @functools.cache
-def _template() -> Template:
+def _template(name: str) -> Template:
     import jinja2
     from markupsafe import Markup
 
@@ -164,6 +170,7 @@ def _template() -> Template:
     environment.filters |= {
         "bundled": Markup,
         "size": format_size,
+        "brief": lambda text: first if len(first := escape_message(text)) <= _BRIEF else first[:_BRIEF] + "…",
         "kind": lambda part: type(part).__name__.lower(),
     }
-    return environment.from_string(_read("page.html.j2"))
+    return environment.from_string(_read(name))

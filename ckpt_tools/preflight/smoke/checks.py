@@ -33,6 +33,7 @@ from ckpt_tools.preflight.smoke.setting import SmokeSetting
 from ckpt_tools.text import first_few
 from ckpt_tools.transfer.box_bytes import start_of
 from ckpt_tools.transfer.value_counts import Counts, count_values
+from ckpt_tools.units import format_number
 
 LIVE_NAMES = "live-names"  # Code of a checkpoint whose names are not those of the live model
 GRADIENT_FLOOR = 1e-3
@@ -234,7 +235,8 @@ def compare_gradients(
             if not error <= worst:  # NaN counts as worst
                 worst, worst_name = error, name
             if not error <= tolerance:
-                what = f"the gradient differs from the reference by {error:.1e} (relative; allowed {tolerance:.0e})"
+                off = f"{format_number(error, 2)} (relative; allowed {tolerance:.0e})"
+                what = f"the gradient differs from the reference by {off}"
         if what is not None:
             hint = "check whether it is used outside its unit's forward, only on some ranks, or not managed by FSDP"
             findings.append(Finding.error(code="wrong-gradient", where=name, what=what, hint=hint))

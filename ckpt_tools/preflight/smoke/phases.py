@@ -33,7 +33,7 @@ from ckpt_tools.preflight.smoke.rank_run import RankRun, Skipped
 from ckpt_tools.preflight.smoke.reference import Reference, make_optimizer, on_device
 from ckpt_tools.preflight.smoke.report import RankMemory, ReloadResult
 from ckpt_tools.text import escape_name, first_few
-from ckpt_tools.units import format_size
+from ckpt_tools.units import format_number, format_size
 
 NORM_TOLERANCE = 1e-4  # Relative, of the norm of all gradients
 MAX_NORM = 0.1  # Gradients are clipped to this norm, which untrained models exceed
@@ -218,7 +218,8 @@ def gradients(run: RankRun) -> str:
         run.note(f"{what}: {kinds}")
     run.fact("max_grad_error", errors.worst)
     run.fact("grad_errors", errors.errors)
-    worst = f"{errors.worst:.1e} off ({escape_name(errors.worst_name)})" if errors.worst else "equal to the last bit"
+    off = f"{format_number(errors.worst, 2)} off ({escape_name(errors.worst_name)})"
+    worst = off if errors.worst else "equal to the last bit"
     return f"{errors.compared} compared, the worst {worst}" if errors.worst else f"{errors.compared} compared, {worst}"
 
 
@@ -530,6 +531,6 @@ def check_loss(run: RankRun, where: str, value: float, expected: float) -> None:
     run.reference_losses.append(expected)
     run.fact("reference_losses", run.reference_losses)
     if not is_close(run, value, expected):
-        allowed = f"{_difference(value, expected):.1e} off, allowed {tolerances_of(run).loss:.0e}"
+        allowed = f"{format_number(_difference(value, expected), 2)} off, allowed {tolerances_of(run).loss:.0e}"
         what = f"{value:.9g}, but {expected:.9g} in the unsharded reference ({allowed})"
         run.error("wrong-loss", where, what, "check that every rank runs all of forward, and nothing outside it")

@@ -13,7 +13,7 @@ from ckpt_tools.results import CheckedResult
 from ckpt_tools.sandbox.journal import RankLog
 from ckpt_tools.sandbox.ranks import RanksOutcome
 from ckpt_tools.text import first_few
-from ckpt_tools.units import format_size
+from ckpt_tools.units import format_number, format_size
 
 if TYPE_CHECKING:
     from ckpt_tools.preflight.smoke.setting import SmokeSetting
@@ -241,7 +241,8 @@ def describe_verdict(report: SmokeReport) -> str:
     parts = []
     if report.max_grad_error is not None:
         exact = report.max_grad_error == 0
-        parts.append("gradients " + ("bitwise as the reference" if exact else f"within {report.max_grad_error:.1e}"))
+        close = f"within {format_number(report.max_grad_error, 2)}"
+        parts.append("gradients " + ("bitwise as the reference" if exact else close))
     parts += [
         f"reload on {result.mesh}{' bitwise' if result.bitwise else ''}"
         for result in (report.reload_same_world, report.reload_other_world)

@@ -423,7 +423,7 @@
     made.append(...children);
     return made;
   };
-  const say = number => number && (Math.abs(number) < 1e-4 || Math.abs(number) >= 1e5) ? number.toExponential(1).replace("+", "").replace(".0e", "e") : String(Number(number.toPrecision(3)));
+  const say = number => number && (Math.abs(number) < 1e-4 || Math.abs(number) >= 1e6) ? number.toExponential(1).replace("+", "").replace(".0e", "e") : number.toLocaleString("en", { maximumSignificantDigits: 3 });
   const depth = (host, number) => {
     const { along, kinds, rows, pins: named, left_out: [numLayers, numKinds] } = data.depths[number], shown = new Set(kinds.keys());
     const layers = [...new Set(rows.map(row => row[1]))].sort((a, b) => a - b), at = new Map(layers.map((layer, i) => [layer, i]));
