@@ -184,6 +184,6 @@ def _lines(path: str) -> Iterator[str]:
     """Yield the lines of a config without what may be a secret."""
     with open(path, "rb") as file:
         content = file.read(_MAX_CONFIG_BYTES).removesuffix(b"\n")
-    known = {each.line for each in find_secrets(path, lambda at, size: content[at : at + size], len(content))}
+    known = {each.line for each in find_secrets(path, [content])}
     for number, line in enumerate(content.decode(errors="replace").split("\n"), 1):
         yield _HIDDEN.sub(r"\1…", line.rstrip()) if number not in known and _SHOWN.match(line) else "…"

@@ -41,6 +41,8 @@ def print_push(result: PushResult, output: OutputOptions) -> None:
     say_findings(result.findings)
     for text in result.notes:
         note(f"note: {text}")
+    for path, why in result.not_searched:
+        note(f"not searched for secrets: {escape_name(path)}: {why}")
     if output.quiet and not result.dry_run:
         return
     rows = [file for file in result.files if output.verbose or result.dry_run or file.state != "unchanged"]

@@ -256,6 +256,7 @@ class PushResult(CheckedResult):
     num_checked: int  # Files whose bytes were read back from the hub
     checked_bytes: int
     findings: tuple[Finding, ...]  # What arrived differently
+    not_searched: tuple[tuple[str, str], ...] = ()  # (path, why) of what was not searched for secrets
     notes: tuple[str, ...]
     seconds: float  # From the first request to the last
 
@@ -267,7 +268,8 @@ class PushResult(CheckedResult):
     def to_json(self) -> dict[str, object]:
         """Return it as JSON holds it."""
         document: dict[str, object] = {"ok": self.ok, **asdict(self)}
-        document["left_out"] = [{"path": path, "why": why} for path, why in self.left_out]
+        for name in ("left_out", "not_searched"):
+            document[name] = [{"path": path, "why": why} for path, why in getattr(self, name)]
         document["sent_bytes"] = self.sent_bytes
         document["checked"] = {"files": document.pop("num_checked"), "bytes": document.pop("checked_bytes")}
         document["seconds"] = round(self.seconds, 3)

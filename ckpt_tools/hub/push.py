@@ -421,7 +421,8 @@ class Push:
             hub = self._hub = Hub(account, options.repo, revision=options.revision, log=self._log)
             receiver = options.progress(sum(chosen.values())) if options.progress is not None else None
             self._local = digest_files(source, chosen, num_workers=self._num_workers, progress=receiver)
-            self._notes += refuse_secrets(source, self._local.values(), account.token)
+            texts = {"the commit message": options.commit_message, "the name of the branch": options.revision}
+            self._not_searched = refuse_secrets(source, self._local.values(), account.token, texts)
             self._find_remote()
             self._add_card()
             # The card says what configs and headers say.
@@ -456,6 +457,7 @@ class Push:
             num_checked=num_checked,
             checked_bytes=checked_bytes,
             findings=findings,
+            not_searched=self._not_searched,
             notes=tuple(dict.fromkeys(self._notes)),
             seconds=time.monotonic() - start,
         )

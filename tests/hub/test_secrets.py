@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import base64
+import bz2
+import gzip
 import importlib.metadata
+import io
 import json
+import lzma
+import pickle
 import random
 import string
+import tarfile
 import time
+import zipfile
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hub.local_hub import Hub
 from safetensors.numpy import save_file
 
-from ckpt_tools.hub.secrets import BLOCK_BYTES, find_secrets, rules
+from ckpt_tools.errors import UsageError
+from ckpt_tools.hub import secrets
+from ckpt_tools.hub.plan import file_of_bytes
+from ckpt_tools.hub.secrets import BLOCK_BYTES, find_secrets, refuse_secrets, rules
+from ckpt_tools.storage.source import LocalSource
 
 _RANDOM = random.Random(11)
 ALNUM = string.ascii_letters + string.digits
@@ -163,7 +177,8 @@ INNOCENT = {
 
 def find(text: str | bytes) -> list[tuple[int, str]]:
     data = text.encode() if isinstance(text, str) else text
-    found = find_secrets("f", lambda offset, nbytes: data[offset : offset + nbytes], len(data))
+    blocks = (data[start : start + BLOCK_BYTES] for start in range(0, len(data), BLOCK_BYTES))
+    found = find_secrets("f", blocks)
     return [(secret.line, secret.kind) for secret in found]
 
 
@@ -264,3 +279,148 @@ def test_push_names_every_file_that_holds_a_token(hub: Hub, push_json, model: Pa
         "b.md, line 3: an OpenAI API key; b.md, line 4: an Anthropic API key; c.safetensors, line 1: an OpenAI API key"
         in error["what"]
     )
+
+
+# What carries a token
+
+
+def _zip(name: str, method: int) -> Callable[[bytes], bytes]:
+    def pack(content: bytes) -> bytes:
+        file = io.BytesIO()
+        with zipfile.ZipFile(file, "w", method) as archive:
+            archive.writestr("a/readme", b"nothing here")
+            archive.writestr(name, content)
+        return file.getvalue()
+
+    return pack
+
+
+def _tar(content: bytes) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w:gz") as archive:
+        info = tarfile.TarInfo("run.env")
+        info.size = len(content)
+        archive.addfile(info, io.BytesIO(content))
+    return file.getvalue()
+
+
+def _png(kind: bytes) -> Callable[[bytes], bytes]:
+    def pack(content: bytes) -> bytes:
+        text = {
+            b"tEXt": b"parameters\0" + content,
+            b"zTXt": b"parameters\0\0" + zlib.compress(content),
+            b"iTXt": b"workflow\0\1\0\0\0" + zlib.compress(content),
+        }[kind]
+        chunk = len(text).to_bytes(4, "big") + kind + text + b"crc!"
+        return b"\x89PNG\r\n\x1a\n" + b"\0\0\0\4IDAT....crc!" + chunk
+
+    return pack
+
+
+def _torch(content: bytes) -> bytes:
+    file = io.BytesIO()
+    torch.save({"hyper_parameters": {"note": content.decode()}, "w": torch.zeros(3)}, file)
+    return file.getvalue()
+
+
+def _npz(content: bytes) -> bytes:
+    file = io.BytesIO()
+    np.savez_compressed(file, note=np.frombuffer(content, np.uint8))
+    return file.getvalue()
+
+
+NOISE = np.random.default_rng(0).standard_normal(1 << 12).astype(np.float16).tobytes()
+CARRIERS: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
+    "ANSI": ("log.txt", lambda token: b"key \x1b[32m" + token + b"\x1b[0m\n"),
+    "ANSI inside": ("log.txt", lambda token: b"key " + token[:20] + b"\x1b[1m" + token[20:] + b"\n"),
+    "notebook": ("a.ipynb", lambda token: json.dumps({"text": f"\x1b[32m{token.decode()}\x1b[0m"}).encode()),
+    "%XX": ("url.txt", lambda token: b"https://x/?token%3D" + token + b"%26a=1"),
+    "\\u": ("a.json", lambda token: b'{"a": "\\u0022' + token + b'\\u0022"}'),
+    "\\x": ("a.py", lambda token: b"x = '\\x3d" + token + b"'"),
+    "HTML": ("a.html", lambda token: b"<a>&#x22;" + token + b"&#x22;</a>"),
+    "UTF-16 without mark": ("a.txt", lambda token: f"key={token.decode()}".encode("utf-16-le")),
+    "weights": ("model.safetensors", lambda token: NOISE + b"\0" + token + b"\0" + NOISE),
+    "GGUF": ("model.gguf", lambda token: b"GGUF\3\0\0\0" + NOISE + b"\0" + token + b"\0"),
+    "torch": ("last.ckpt", _torch),
+    "pickle": ("pytorch_model.bin", lambda token: pickle.dumps({"args": [token.decode()]})),
+    "zip": ("logs.zip", _zip("run.log", zipfile.ZIP_DEFLATED)),
+    "zip in zip": ("all.zip", lambda token: _zip("in.zip", zipfile.ZIP_STORED)(_zip("x", zipfile.ZIP_DEFLATED)(token))),
+    "npz": ("a.npz", _npz),
+    "gz": ("log.gz", gzip.compress),
+    "bz2": ("log.bz2", bz2.compress),
+    "xz": ("log.xz", lzma.compress),
+    "tar.gz": ("run.tar.gz", _tar),
+    "gz in tar": ("run.tgz", lambda token: gzip.compress(gzip.compress(token))),
+    "PNG": ("a.png", _png(b"tEXt")),
+    "PNG zTXt": ("a.png", _png(b"zTXt")),
+    "PNG iTXt": ("a.png", _png(b"iTXt")),
+}  # fmt: skip
+
+
+def searched(name: str, content: bytes, token: str | None = None) -> tuple[tuple[str, str], ...]:
+    return refuse_secrets(LocalSource("."), [file_of_bytes(name, content)], token)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_secrets_are_found_in_whatever_carries_them(carrier: str) -> None:
+    name, pack = CARRIERS[carrier]
+    for kind, token in [TOKENS[0], *TOKENS[3:6], TOKENS[8], TOKENS[15], ("your own", "any-kind-of-token-12345")]:
+        own = token if kind == "your own" else None
+        with pytest.raises(UsageError, match="contains what looks like") as caught:
+            searched(name, pack(token.encode()), own)
+        assert kind in caught.value.what
+        assert f"--exclude {name}" in str(caught.value.hint)
+        assert token[12:] not in str(caught.value)
+    assert searched(name, pack(b"nothing that anybody would call a secret")) == ()
+
+
+def test_secrets_in_names_and_messages_are_refused(hub: Hub, push_json, model: Path) -> None:
+    token = TOKENS[0][1]
+    error = push_json(model, "me/model", "--commit-message", f"with {token}", code=2)
+    assert error["what"].startswith("the commit message contains what looks like a Hugging Face token")
+    (model / f"{token}.txt").write_text("x")
+    error = push_json(model, "me/model", code=2)
+    assert "the name of a file contains what looks like" in error["what"]
+    assert token[12:] not in json.dumps(error)
+    assert hub.repos == {}
+
+
+def test_what_cannot_be_searched_is_listed() -> None:
+    locked = bytearray(_zip("x", zipfile.ZIP_DEFLATED)(b"x" * 99))
+    for sign in (b"PK\3\4", b"PK\1\2"):
+        at = -1
+        while (at := locked.find(sign, at + 1)) >= 0:
+            locked[at + (6 if sign == b"PK\3\4" else 8)] |= 1
+    cut = _zip("x", zipfile.ZIP_DEFLATED)(b"x" * 99)[:-30]
+    deep = b"x"
+    for _ in range(6):
+        deep = _zip("in.zip", zipfile.ZIP_DEFLATED)(deep)
+    for name, content, why in (
+        ("a.zip", bytes(locked), "encrypted"),
+        ("b.zip", cut, "cannot be read"),
+        ("c.gz", gzip.compress(b"x" * 9999)[:40], "cannot be read"),
+        ("d.zst", b"\x28\xb5\x2f\xfdxxxx", "Zstandard"),
+        ("e.parquet", b"PAR1xxxx", "Parquet"),
+        ("f.zip", deep, "deeper than 3 archives"),
+    ):
+        ((path, said),) = searched(name, content)
+        assert path.partition("!")[0] == name
+        assert why in said
+
+
+def test_archive_that_unpacks_without_end_is_left(monkeypatch) -> None:
+    monkeypatch.setattr(secrets, "MAX_UNPACKED_BYTES", 1 << 20)
+    assert searched("bomb.gz", gzip.compress(bytes(4 << 20))) == (("bomb.gz", "more is packed in it than is unpacked"),)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_secret_is_seen_in_random_weights(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    normal = draw.standard_normal(1 << 20)
+    for values in (
+        normal.astype(np.float32),
+        normal.astype(np.float16),
+        (normal * 30).astype(np.int8),
+        draw.bytes(1 << 22),
+    ):
+        assert searched("model.safetensors", bytes(values)) == ()

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from bin_lib import bin_modules
+from bin_lib import LIB, bin_modules
 
 import ckpt_tools
 from ckpt_tools.cli.app import _load
