@@ -57,6 +57,7 @@ class AdapterModule(Generic[F]):
     factors: Mapping[str, F]  # Role → tensor
     rank: Sourced[int] | None = None  # r; None for families without one, and for full-size factors
     alpha: Sourced[float] | None = None  # Numerator of the scale; for oft the constraint. None while it is not known
+    contradicted: Sourced[float] | None = None  # What another place says of alpha, where that is another number
     use_rslora: bool = False  # Scale alpha/√r instead of alpha/r
     parameter: str = "weight"
     """The parameter that is changed; another one for PEFT's target_parameters (MoE experts), "" while nothing tells

@@ -26,6 +26,7 @@ from ckpt_tools.adapters.ecosystems.loader_report import (
     Loading,
     RejectedError,
 )
+from ckpt_tools.adapters.ecosystems.scales import factor_of, scales_of
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.integrity import NUMBER, check_base, check_structure, check_suspicions, check_values, look_at
 from ckpt_tools.adapters.read import sidecars
@@ -82,7 +83,8 @@ class LoraCheck(CheckedResult):
             return "fails"
         proven = [report.is_whole and report.is_proven for report in self.loaders if report.loader in self.judges]
         takes = bool(proven) and (all(proven) if self.needs_all else any(proven))
-        return "loads" if takes else "unknown"
+        is_certain = not any(finding.code == "adapter-alpha-differs" for finding in self.findings)
+        return "loads" if takes and is_certain else "unknown"
 
     @property
     def ok(self) -> bool:
@@ -102,7 +104,7 @@ class LoraCheck(CheckedResult):
 
 def _loader_json(report: LoaderReport) -> dict[str, object]:
     return {
-        **as_json(report, "loader loads changes whole=is_whole proven=is_proven"),
+        **as_json(report, "loader loads changes whole=is_whole proven=is_proven factor"),
         "matched_modules": len(report.matched),
         "matched_tensors": report.num_matched,
         "unmatched_tensors": len(report.unmatched),
@@ -278,6 +280,7 @@ def _file(read: OpenedAdapter, path: str, family: ModelFamily | None, base: Base
         constrained=frozenset(
             m.path for m in read.adapter.modules if "blocks" in m.factors and m.alpha and m.alpha.value
         ),
+        scales=tuple(scales_of(read.adapter, {entry.fqn for entry in opened.checkpoint.tensors})),
     )
 
 
@@ -451,8 +454,10 @@ def _simulate(file: AdapterFile, loader: Loader) -> LoaderReport:
     if loader == "vllm":
         hint += "; to use what vLLM does not support, merge it into the base: ckpt merge-lora"
     loads: bool | None = True
+    factor = None
     try:
         _rules_of(loader)(file, loading)
+        factor = factor_of(file, loader, loading)
     except RejectedError as error:
         loads = False
         loading.used.clear()
@@ -474,4 +479,5 @@ def _simulate(file: AdapterFile, loader: Loader) -> LoaderReport:
         num_matched=len(loading.used),
         unmatched=unmatched if loads is not None else (),
         findings=tuple(loading.findings),
+        factor=factor,
     )

@@ -30,6 +30,8 @@ _OLD_UNET = (
 _FLUX1_BLOCKS = {"double_blocks": 19, "single_blocks": 38}
 _ENDS = (".lora_A.weight", ".lora_B.weight", ".lora_B.bias", ".lora_magnitude_vector")
 
+COMPONENTS = ("transformer", "unet", "text_encoder", "text_encoder_2", "text_encoder_3")  # Models of a pipeline
+
 Keys = dict[str, str]  # Name after a conversion → name in the file
 
 
@@ -70,6 +72,7 @@ def _flux1(keys: Keys, file: AdapterFile, architecture: Architecture, loading: L
         raise RejectedError("names with base_model are read as fal's, which must have every module of FLUX.1")
     else:
         keys = _without_alphas(keys, file)
+        loading.spreads_alphas = True
     if not any("lora" in key for key in keys):
         raise RejectedError("no name contains 'lora'")
     _inject(keys, architecture, file, loading)
@@ -266,6 +269,9 @@ def _check_blocks(natives: Collection[str], part: ModelPart, optional: str) -> N
 def _ldm(keys: Keys, file: AdapterFile, architecture: Architecture, loading: Loading) -> None:
     if all(key.startswith(("lora_te_", "lora_unet_", "lora_te1_", "lora_te2_")) for key in keys):
         keys = _ldm_kohya(keys, architecture)
+        loading.spreads_alphas = True
+        if _metadata(file) and any(key.startswith("\0") for key in keys):
+            raise RejectedError("it has alphas as tensors and lora_adapter_metadata in its header")
     else:
         _all_lora(keys)
     _inject(keys, architecture, file, loading)
@@ -339,7 +345,7 @@ def _inject(keys: Keys, architecture: Architecture, file: AdapterFile, loading: 
                 by_component.setdefault(part.component, {})[key[len(part.component) + 1 :]] = name
     for part in architecture.parts:
         if inside := by_component.get(part.component):
-            _inject_one(inside, part, loading)
+            _inject_one(inside, part, file, loading)
             document = _metadata(file)
             if document and not any(key.startswith(f"{part.component}.") for key in document):
                 what = f"its header has no configuration of {part.component}: PEFT's defaults (rank 8) are used"
@@ -350,7 +356,7 @@ def _inject(keys: Keys, architecture: Architecture, file: AdapterFile, loading: 
     }
 
 
-def _inject_one(keys: Keys, part: ModelPart, loading: Loading) -> None:
+def _inject_one(keys: Keys, part: ModelPart, file: AdapterFile, loading: Loading) -> None:
     if part.is_encoder:
         keys = _encoder_names(keys, part)
     elif "lora_A" not in next(iter(keys)):
@@ -363,6 +369,13 @@ def _inject_one(keys: Keys, part: ModelPart, loading: Loading) -> None:
         found = find(path, part) if end else ()
         if any(part.is_encoder or (each.is_spelled("diffusers") and each.found == path) for each in found):
             loading.use(name, f"{part.component}.{path}")
+            _check_rank(path, end, file, name, part)
+
+
+def _check_rank(path: str, end: str, file: AdapterFile, name: str, part: ModelPart) -> None:
+    config, rank = own_metadata(file, f"{part.component}."), file.tensors[name].shape[:1]
+    if end == ".lora_A.weight" and config and rank != (rank_of(config, path),):
+        raise RejectedError(f"size mismatch: {name} has rank {rank[0]}, its header says {rank_of(config, path)}")
 
 
 def _renamed(key: str) -> str:
@@ -426,7 +439,7 @@ def _load_for_any(file: AdapterFile, loading: Loading) -> None:
     wrong = next((name for name in file.tensors if "lora" not in name), None)
     if wrong is not None:
         raise RejectedError(f"{wrong} does not contain 'lora'")
-    component = _component(file)
+    component = component_of(file)
     inside = {name.removeprefix(component): name for name in file.tensors if name.startswith(component)}
     for name in file.tensors:
         if _ENCODER.match(name):
@@ -435,16 +448,18 @@ def _load_for_any(file: AdapterFile, loading: Loading) -> None:
             loading.needs_base(name, what)
         elif not name.startswith(component):
             loading.ignored[name] = f"the name does not begin with {component}"
-    _load_inside(inside, file, _own_metadata(file, component), loading)
+    _load_inside(inside, file, own_metadata(file, component), loading)
 
 
-def _component(file: AdapterFile) -> str:
+def component_of(file: AdapterFile) -> str:
+    """Return what diffusers puts in front of the model's names."""
     if file.base_class is not None:
         return "unet." if file.base_class.startswith("UNet") else "transformer."
     return "unet." if any(name.startswith("unet.") for name in file.tensors) else "transformer."
 
 
-def _own_metadata(file: AdapterFile, component: str) -> Config | None:
+def own_metadata(file: AdapterFile, component: str) -> Config | None:
+    """Return the configuration of one model in the file's header; None where there is no header."""
     if DIFFUSERS_KEY not in file.metadata:
         return None
     document = _metadata_of(file)

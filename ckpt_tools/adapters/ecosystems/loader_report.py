@@ -15,6 +15,20 @@ Loader = Literal["peft", "diffusers", "comfyui", "kohya", "vllm"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleScale:
+    """A module's scale as it was meant, and what its file says of it."""
+
+    path: str
+    field: str  # Field of PEFT's configuration that holds the alpha of its family
+    factors: tuple[str, ...]  # Names of its tensors
+    rank: int
+    alpha: float
+    source: str  # Of the alpha
+    meant: float
+    tensor: str | None  # Name of the tensor that holds its alpha
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterFile:
     """An adapter as a loader finds it: the names in its file, not yet understood."""
 
@@ -32,6 +46,7 @@ class AdapterFile:
     base_config: Mapping[str, object] = field(default_factory=dict)  # config.json of the base model
     constrained: frozenset[str] = frozenset()
     """Modules whose rotations have a constraint (alpha of LyCORIS' OFT and BOFT)."""
+    scales: tuple[ModuleScale, ...] = ()  # Of its modules, where they are known
 
 
 NEEDS_BASE = "loader-unchecked-base"  # Code of what a loader decides by the base model, which was not given
@@ -49,6 +64,7 @@ class Loading:
     """Tensor → modules of the model: several where a fused one is split."""
     ignored: dict[str, str] = field(default_factory=dict)  # Tensor → why the loader leaves it out
     findings: list[Finding] = field(default_factory=list)
+    spreads_alphas: bool = False  # A module without an alpha gets the one that most others have
 
     def use(self, name: str, module: str) -> None:
         """Note that a tensor goes into a module."""
@@ -88,6 +104,9 @@ class LoaderReport:
     num_matched: int
     unmatched: tuple[str, ...]
     findings: tuple[Finding, ...]
+    factor: float | None = None
+    """How many times the scale that was meant it applies, to the module where that is farthest from 1; None where it
+    loads no module whose scale is known."""
 
     @property
     def is_proven(self) -> bool:

@@ -32,6 +32,11 @@ BASE_NORM = "base-norm"  # Value of `DORA_SCALE`: the magnitudes are to be divid
 ASSUMED = "ckpt_assumed"  # Header of exported files: what nothing said of the adapter, "use_rslora=false, …"
 MODEL_FAMILY = ("ss_base_model_version", "modelspec.architecture")
 """Header of kohya's tools and relatives: what model an adapter is for."""
+ARGUMENTS_HEADER = "header ss_network_args"
+_ALPHAS = ("ss_network_alpha", "lora_alpha", "network_alpha", "alpha")
+"""Header of kohya's tools, SGLang and others: the alpha of all modules."""
+_VARYING = ("block", "preset", "rs_lora", "reg_", "dynamic")
+"""Parts of the names of kohya's and LyCORIS' arguments that give modules alphas of their own."""
 _VERL = "lora_train_meta.json"
 _LYCORIS = "lycoris_config.json"
 _AI_TOOLKIT = ("config.yaml", "config.yml")
@@ -54,6 +59,8 @@ class Sidecars:
     components: Mapping[str, Mapping[str, Sourced[object]]] = field(default_factory=dict)
     """As `peft`, by the component of a pipeline (diffusers' header: "transformer", "text_encoder", …)."""
     alpha: Sourced[float] | None = None  # Of all modules, by a trainer's file or header
+    others: tuple[Sourced[float], ...] = ()  # As `alpha`, in other places of the header
+    is_uniform: bool = True  # Has every module of one kind that alpha, by what the trainer was told?
     conv_alpha: Sourced[float] | None = None  # As `alpha`, for convolutions with a kernel
     is_ai_toolkit: bool = False
     stated: Mapping[str, Sourced[object]] = field(default_factory=dict)
@@ -97,7 +104,8 @@ def read_sidecars(
     """
     peft: dict[str, Sourced[object]] = {}
     components = _diffusers_header(metadata)
-    alpha, conv_alpha = _kohya_header(metadata)
+    alphas, arguments = _header_alphas(metadata), _header_arguments(metadata)
+    alpha, conv_alpha = next(iter(alphas), None), _found(arguments.get("conv_alpha"), ARGUMENTS_HEADER)
     if "" in components:
         peft = dict(components[""])
     if DORA_SCALE in metadata:
@@ -128,7 +136,9 @@ def read_sidecars(
         peft=peft,
         components={name: fields for name, fields in components.items() if name},
         alpha=alpha,
+        others=alphas[1:],
         conv_alpha=conv_alpha,
+        is_uniform=not any(word in name for name in arguments for word in _VARYING),
         is_ai_toolkit="ai-toolkit" in metadata.get("software", ""),
         stated={key: Sourced(metadata[key], f"header {key}") for key in (ASSUMED, *MODEL_FAMILY) if key in metadata},
     )
@@ -169,7 +179,9 @@ def _diffusers_header(metadata: Mapping[str, str]) -> dict[str, dict[str, Source
     """Source: diffusers `loaders/lora_base.py`: one flat object, every key behind the component's name."""
     text = metadata.get(DIFFUSERS_KEY)
     if text is None:
-        return {}
+        keys = {name.removesuffix(".lora_alpha"): name for name in metadata if name.endswith(".lora_alpha")}
+        found = {name: _found(metadata[key], f"header {key}") for name, key in keys.items()}
+        return {name: {"lora_alpha": Sourced(a.value, a.source)} for name, a in found.items() if a is not None}
     source = DIFFUSERS_HEADER
     document = parse_json(text.encode(), what=source, where=None, max_bytes=_MAX_BYTES)
     if not isinstance(document, dict):
@@ -181,16 +193,17 @@ def _diffusers_header(metadata: Mapping[str, str]) -> dict[str, dict[str, Source
     return components
 
 
-def _kohya_header(metadata: Mapping[str, str]) -> tuple[Sourced[float] | None, Sourced[float] | None]:
-    """Source: kohya-ss `train_network.py`: numbers as text, the module's arguments as JSON."""
-    alpha = _found(metadata.get("ss_network_alpha"), "header ss_network_alpha")
-    conv = None
-    if "ss_network_args" in metadata:
-        source = "header ss_network_args"
-        arguments = parse_json(metadata["ss_network_args"].encode(), what=source, where=None, max_bytes=_MAX_BYTES)
-        if isinstance(arguments, dict):
-            conv = _found(arguments.get("conv_alpha"), source)
-    return alpha, conv
+def _header_alphas(metadata: Mapping[str, str]) -> tuple[Sourced[float], ...]:
+    """Return every alpha of all modules, kohya's first: numbers as text."""
+    found = (_found(metadata.get(name), f"header {name}") for name in _ALPHAS)
+    return tuple(each for each in found if each is not None and each.value)
+
+
+def _header_arguments(metadata: Mapping[str, str]) -> Mapping[str, object]:
+    """Source: kohya-ss `train_network.py`: the module's arguments as JSON."""
+    text = metadata.get("ss_network_args", "null")
+    arguments = parse_json(text.encode(), what=ARGUMENTS_HEADER, where=None, max_bytes=_MAX_BYTES)
+    return arguments if isinstance(arguments, dict) else {}
 
 
 def _ai_toolkit(source: Source, name: str) -> tuple[Sourced[float] | None, Sourced[float] | None]:
