@@ -28,7 +28,7 @@ from ckpt_tools.adapters.read.assemble import (
     refused_kind,
     without_wrappers,
 )
-from ckpt_tools.adapters.read.sidecars import Sidecars, locate, read_sidecars
+from ckpt_tools.adapters.read.sidecars import Sidecars, locate, of_adapter, read_sidecars
 from ckpt_tools.adapters.settings import add_settings
 from ckpt_tools.checkpoint.entries import Checkpoint, TensorEntry
 from ckpt_tools.checkpoint.formats.blob_contents import check_sealed, revealed
@@ -96,11 +96,12 @@ def read_adapter(
             )
         opened = replace(whole, checkpoint=select(whole.checkpoint, include=include, exclude=exclude))
         check_sealed(opened)
-        sidecars = read_sidecars(location.sidecars, opened.metadata, is_training=opened.format.is_training)
+        named = _name(opened, path)
+        chosen, name, is_one_of = _choose(named, None if location.took_adapter else adapter_name, path)
+        places = of_adapter(location.sidecars, name, is_one_of_several=is_one_of)
+        sidecars = read_sidecars(places, opened.metadata, is_training=opened.format.is_training)
         sidecars = replace(sidecars, peft={**sidecars.peft, **(settings or {})})
         _refuse_type(sidecars, path)
-        named = _name(opened, path)
-        chosen, name = _choose(named, None if location.took_adapter else adapter_name, path)
         adapter = assemble(
             chosen,
             convention=_convention(chosen, sidecars),
@@ -190,8 +191,8 @@ def _omitted(whole: Opened, chosen: Checkpoint) -> frozenset[str]:
     return frozenset(paths)
 
 
-def _choose(named: list[NamedFactor], adapter_name: str | None, path: str) -> tuple[list[NamedFactor], str]:
-    """Keep the tensors of one adapter, and whatever carries no adapter's name."""
+def _choose(named: list[NamedFactor], adapter_name: str | None, path: str) -> tuple[list[NamedFactor], str, bool]:
+    """Keep the tensors of one adapter, and whatever carries no adapter's name; say whether there are others."""
     names = sorted({item.key.adapter for item in named if item.key is not None and item.key.adapter is not None})
     shown = ", ".join(names)
     if adapter_name is not None and adapter_name not in names:
@@ -202,7 +203,7 @@ def _choose(named: list[NamedFactor], adapter_name: str | None, path: str) -> tu
         raise UsageError(f"{len(names)} adapters here: {shown}", where=path, hint=f"choose one: --adapter {names[0]}")
     chosen = adapter_name if adapter_name is not None else names[0] if names else None
     kept = [item for item in named if item.key is None or item.key.adapter in (None, chosen)]
-    return kept, chosen or "default"
+    return kept, chosen or "default", len(names) > 1
 
 
 def _convention(named: list[NamedFactor], sidecars: Sidecars) -> Convention:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ckpt_tools.adapters.adapter import Sourced
@@ -316,6 +316,17 @@ def locate(path: str, adapter_name: str | None) -> Location:
         hint = "use the trainer's sharded checkpoint (pytorch_model_fsdp_0, or its DCP directory)"
         raise UnreadableError(what, where=path, hint=hint)
     return Location(path=path, sidecars=_companion(path, ""))
+
+
+def of_adapter(
+    sidecars: tuple[tuple[str, frozenset[str]], ...], name: str, *, is_one_of_several: bool
+) -> Iterator[tuple[str, frozenset[str]]]:
+    """Yield the directories with one adapter's configuration: PEFT gives each but "default" one of its own."""
+    own = [os.path.join(directory, name) for directory, names in sidecars if ADAPTER_CONFIG in names]
+    own = [each for each in own if os.path.basename(name) == name and is_there(os.path.join(each, ADAPTER_CONFIG))]
+    is_shared = name == "default" or not (own or is_one_of_several)
+    yield from ((each, frozenset({ADAPTER_CONFIG})) for each in own)
+    yield from ((directory, names if is_shared else names - {ADAPTER_CONFIG}) for directory, names in sidecars)
 
 
 def _with_neighbours(path: str) -> str:
