@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SAVED: Literal["saved"] = "saved"  # The family of whole tensors, which replace the base's
 TOKENS: Literal["tokens"] = "tokens"  # The family of rows of an embedding, which replace the base's
 FamilyName = str  # How the factors change a weight: the names of the table in `families/`
-Convention = Literal["peft", "diffusers", "kohya", "comfyui", "ai-toolkit", "trainer"]
+Convention = Literal["peft", "diffusers", "kohya", "comfyui", "ai-toolkit", "diffsynth", "trainer"]
 """Whose names the tensors had; "trainer" is one that has models of its own (torchtitan, torchtune, Megatron)."""
 Target = Literal["peft", "diffusers", "kohya", "comfyui"]  # Whose names they can get
 

@@ -26,11 +26,12 @@ from ckpt_tools.adapters.ecosystems.loader_report import (
     Loading,
     RejectedError,
 )
+from ckpt_tools.adapters.ecosystems.peft.files import ROOT
 from ckpt_tools.adapters.ecosystems.scales import factor_of, scales_of
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.integrity import NUMBER, check_base, check_structure, check_suspicions, check_values, look_at
 from ckpt_tools.adapters.read import sidecars
-from ckpt_tools.adapters.read.opening import OpenedAdapter, TensorReader, UnknownTypeError, read_adapter
+from ckpt_tools.adapters.read.opening import BUNDLED, OpenedAdapter, TensorReader, UnknownTypeError, read_adapter
 from ckpt_tools.adapters.settings import assumed_before
 from ckpt_tools.checkpoint.entries import Finding, TensorEntry
 from ckpt_tools.checkpoint.identity import Identity
@@ -39,7 +40,7 @@ from ckpt_tools.options import takes
 from ckpt_tools.options.adapters import CheckOptions
 from ckpt_tools.results import CheckedResult, as_json, plain
 from ckpt_tools.storage.locations import is_directory, open_source
-from ckpt_tools.text import escape_name, first_few, natural_key, natural_order
+from ckpt_tools.text import counted, escape_name, first_few, natural_key, natural_order
 
 Verdict = Literal["loads", "fails", "unknown"]
 """loads: proven; fails: something is wrong; unknown: nothing is known to be wrong, and not everything was checked."""
@@ -49,6 +50,7 @@ _OWN: Mapping[Convention, tuple[Loader, ...]] = {
     "kohya": ("kohya", "comfyui"),
     "comfyui": ("comfyui",),
     "ai-toolkit": ("comfyui", "diffusers"),
+    "diffsynth": ("comfyui", "diffusers"),
     "trainer": ("peft",),
 }
 """Convention → loaders of which one has to take the adapter: kohya's names are ComfyUI's as well, and ai-toolkit writes
@@ -185,7 +187,7 @@ def _check(
     if file is None:
         _say_training(adapter, path, wanted, run)
     else:
-        judges = wanted or _own_loaders(adapter.convention, file)
+        judges = wanted or _own_loaders(adapter.convention, file, is_of_pictures={*families} - {"llm"} != set())
         others = () if wanted else tuple(loader for loader in LOADERS if loader not in judges)
         reports = tuple(simulate(file, loader, families) for loader in (*judges, *others))
         _judge(reports[: len(judges)], run, needs_all=bool(wanted), has_base=base is not None)
@@ -284,12 +286,16 @@ def _file(read: OpenedAdapter, path: str, family: ModelFamily | None, base: Base
     )
 
 
-def _own_loaders(convention: Convention, file: AdapterFile) -> tuple[Loader, ...]:
+def _own_loaders(convention: Convention, file: AdapterFile, *, is_of_pictures: bool) -> tuple[Loader, ...]:
     """Return the loaders of an adapter's own format, by what stands beside its tensors and by their names."""
     if file.config is not None:
         return ("peft",)
     if file.file == sidecars.DIFFUSERS_FILE or sidecars.DIFFUSERS_KEY in file.metadata:
         return ("diffusers",)
+    is_of_lycoris = any(name.endswith((".lora_down.weight", ".alpha")) or ROOT in name for name in file.tensors)
+    is_alone = is_of_pictures and file.file != sidecars.PEFT_FILE  # PEFT does not look for it
+    if (convention == "peft" and is_alone) or (convention == "diffusers" and is_of_lycoris):
+        return _OWN["ai-toolkit"]
     return _OWN[convention]
 
 
@@ -328,8 +334,8 @@ def check_against(
 ) -> tuple[list[Finding], list[str]]:
     """Compare an adapter's modules with the base's; return what is wrong, and what could not be checked."""
     modules = parents_of(base.shapes)
-    has_plain_names = any(base_path(module.path) in modules for module in adapter.modules)
-    if family == "llm" or has_plain_names:
+    plain = [base_path(module.path) in modules for module in adapter.modules]
+    if family == "llm" or (any(plain) if family is None else all(plain)):
         return list(check_base(adapter, base.shapes)), []
     if family is not None:
         return list(_by_tables(adapter, ARCHITECTURES[family], base.shapes)), []
@@ -462,7 +468,11 @@ def _simulate(file: AdapterFile, loader: Loader) -> LoaderReport:
         loads = False
         loading.used.clear()
         loading.say("loader-rejects", "error", file.file, f"{loader} refuses it: {error}", hint)
-    unmatched = tuple(name for name in file.tensors if name not in loading.used)
+    bundled = [name for name in file.tensors if name.startswith(BUNDLED)]
+    unmatched = tuple(name for name in file.tensors if name not in loading.used and name not in bundled)
+    if loads and bundled and loading.used:
+        what = f"it needs {counted(len(bundled), 'tensor')} of textual inversions in a file of their own"
+        loading.needs(bundled[0], what)
     if any(finding.code == "loader-unchecked" for finding in loading.findings):
         loads = None
     elif loads and not loading.used:

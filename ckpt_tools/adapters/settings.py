@@ -21,6 +21,7 @@ from ckpt_tools.errors import UnreadableError, UsageError
 _UNIT_SCALE: Mapping[Convention, str] = {
     "diffusers": "diffusers' convention: alpha = rank where none is written",
     "ai-toolkit": "ai-toolkit's convention: alpha = rank where none is written",
+    "diffsynth": "DiffSynth-Studio's convention: its trainer sets alpha to the rank",
     "comfyui": "ComfyUI's convention: scale 1 where no alpha is written",
     "kohya": "kohya's convention: scale 1 where no alpha is written",
 }

@@ -62,6 +62,8 @@ class KeyConversion:
 
     when: str
     """Regular expression: where one name of the file contains it, all are converted."""
+    beside: str = ""
+    """Regular expression: one name contains that as well."""
     prefixes: tuple[str, ...]
     """What is taken off every name that begins with it; a flat one ends with an underscore."""
     spellings: tuple[Spelling, ...] = ("native",)
@@ -71,6 +73,8 @@ class KeyConversion:
     lacks: str = "(?!)"
     """Regular expression of native or diffusers paths, as they are spelled, or of a path with its suffix, that it does
     not convert."""
+    strips: str = ""
+    """What it takes out of every name first."""
     ignores: str = "(?!)"
     """Regular expression of names, without a prefix, that it leaves out."""
     refuses: str = "(?!)"
@@ -87,6 +91,10 @@ class KeyConversion:
     """Regular expression of native paths that not every model has: of all blocks or none."""
     together: tuple[str, ...] = ()
     """Parts of native paths: it raises where a file has some of them and not the others."""
+
+    def applies(self, names: Collection[str]) -> bool:
+        """Does it convert a file with these names?"""
+        return all(any(re.search(each, name) for name in names) for each in (self.when, self.beside))
 
     def why_not(self, paths: Collection[str]) -> str | None:
         """Return why it raises on a file with these native paths; None where it does not."""

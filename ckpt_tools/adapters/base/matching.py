@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ckpt_tools.transfer.arrays import Array
 
 Module = AdapterModule[TensorEntry]
-_RESPELLED = ("kohya", "comfyui", "ai-toolkit", "diffusers")
+_RESPELLED = ("kohya", "comfyui", "ai-toolkit", "diffusers", "diffsynth")
 """Conventions whose names can be those of another implementation."""
 _BIAS = {"B_bias": "bias", "diff_b": "bias"}  # Factors that change the bias beside the weight
 

@@ -17,7 +17,9 @@ from ckpt_tools.adapters.architectures.names import ModulePlace, find, find_as, 
 from ckpt_tools.adapters.base.model import parents_of
 from ckpt_tools.adapters.ecosystems.loader_report import AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.ecosystems.peft.config_rules import Config, expected, is_target, rank_of
+from ckpt_tools.adapters.ecosystems.peft.files import ROOT
 from ckpt_tools.adapters.families import FAMILIES
+from ckpt_tools.adapters.read.assemble import parse_key
 from ckpt_tools.adapters.read.sidecars import DIFFUSERS_FILE, DIFFUSERS_KEY, DIFFUSERS_TRAPS
 
 _OLD_UNET = (
@@ -65,11 +67,13 @@ def _check_file(file: AdapterFile) -> None:
 def _flux1(keys: Keys, file: AdapterFile, architecture: Architecture, loading: Loading) -> None:
     if any(".lora_down.weight" in key for key in keys):
         keys = _flux1_kohya(keys, architecture, loading)
-    elif any("processor" in key for key in keys) or any("query_norm.scale" in key for key in keys):
-        loading.unchecked(file.file, "X-Labs' and BFL's own formats are not simulated")
+    elif any("processor" in key for key in keys):
+        keys = _flux1_xlabs(keys, architecture)
+    elif any("query_norm.scale" in key for key in keys):
+        loading.unchecked(file.file, "BFL's own format is not simulated")
         return
     elif any("base_model" in key for key in keys):
-        raise RejectedError("names with base_model are read as fal's, which must have every module of FLUX.1")
+        keys = _flux1_named(keys, architecture, ROOT)
     else:
         keys = _without_alphas(keys, file)
         loading.spreads_alphas = True
@@ -96,8 +100,8 @@ def _flux1_kohya(keys: Keys, architecture: Architecture, loading: Loading) -> Ke
             for key, name in kept.items()
         }
     if any(key.startswith("lora_transformer_") for key in keys):
-        loading.unchecked(next(iter(keys)), "OneTrainer's names of FLUX.1 are not simulated")
-        return {}
+        kept = {key: name for key, name in keys.items() if not key.startswith("lora_unet_")}
+        return _flux1_named(kept, architecture, "lora_transformer_")
     found: Keys = {}
     for key, name in keys.items():
         flat = key.replace("diffusion_model.", "lora_unet_").replace("text_encoders.clip_l.transformer.", "lora_te_")
@@ -124,6 +128,34 @@ def _flux1_kohya(keys: Keys, architecture: Architecture, loading: Loading) -> Ke
             raise RejectedError(f"incompatible key {key}: block {number} of {_FLUX1_BLOCKS[container]}")
         else:
             found |= _spread(place, suffix, name)
+    return found
+
+
+def _flux1_xlabs(keys: Keys, architecture: Architecture) -> Keys:
+    found: Keys = {}
+    for key, name in keys.items():
+        hit = parse_key(key)
+        path = "" if hit is None else hit.path
+        place = find_as(path.replace("linear1_qkv", "linear1"), architecture.main, "native")
+        if hit is None or place is None:
+            found[key] = name
+            continue
+        parts = _spread(place, f"lora_{hit.role}.weight", name)
+        found |= dict(list(parts.items())[:3]) if path.endswith("linear1_qkv") else parts
+    return found
+
+
+def _flux1_named(keys: Keys, architecture: Architecture, start: str) -> Keys:
+    """Convert names of fal and OneTrainer, of which the family's table has the rules."""
+    conversion = next((each for each in architecture.conversions if re.search(each.when, start)), None)
+    if conversion is None:
+        raise RejectedError(f"it takes names with {start} for those of FLUX.1")
+    encoder = {key: name for key, name in keys.items() if key.startswith("lora_te1_")}
+    found = _convert(conversion, {key: name for key, name in keys.items() if key not in encoder}, architecture.main)
+    for key, name in encoder.items():
+        module, suffix = _cut(key)
+        place = _native(architecture.parts[1], module.removeprefix("lora_te1_"))
+        found |= _spread(place, suffix, name) if place is not None else {}
     return found
 
 
@@ -205,9 +237,7 @@ def _converted(keys: Keys, file: AdapterFile, architecture: Architecture, loadin
     if architecture.lokr and any(".lokr_" in key for key in keys):
         _lokr(keys, architecture, loading)
         return
-    conversion = next(
-        (each for each in architecture.conversions if any(re.search(each.when, key) for key in keys)), None
-    )
+    conversion = next((each for each in architecture.conversions if each.applies(keys)), None)
     if conversion is not None:
         keys = _convert(conversion, keys, architecture.main)
     elif file.base_class in architecture.classes and _applies_to_any(file):
@@ -221,6 +251,8 @@ def _convert(conversion: KeyConversion, keys: Keys, part: ModelPart) -> Keys:
     found: Keys = {}
     natives: set[str] = set()
     alphas: set[str] = set()
+    if conversion.strips:
+        keys = {key.replace(conversion.strips, ""): name for key, name in keys.items()}
     for key, name in keys.items():
         prefix = next((each for each in conversion.prefixes if key.startswith(each)), None)
         inner = key.removeprefix(prefix or "")
@@ -253,8 +285,7 @@ def _convert(conversion: KeyConversion, keys: Keys, part: ModelPart) -> Keys:
 def _check_blocks(natives: Collection[str], part: ModelPart, optional: str) -> None:
     """Raise where a block is not adapted as a whole, or one before it is not adapted at all."""
     numbers: dict[str, set[str]] = {}
-    for path in natives:
-        block, number, _ = path.split(".", 2)
+    for block, number, _ in (path.split(".", 2) for path in natives if path.count(".") > 1):
         numbers.setdefault(block, set()).add(number)
     for block, found in numbers.items():
         every = [line.spellings[0].names[0] for line in lines_of(part.sections)]
@@ -370,6 +401,8 @@ def _inject_one(keys: Keys, part: ModelPart, file: AdapterFile, loading: Loading
         if any(part.is_encoder or (each.is_spelled("diffusers") and each.found == path) for each in found):
             loading.use(name, f"{part.component}.{path}")
             _check_rank(path, end, file, name, part)
+    if not any(name in loading.used for name in keys.values()):
+        raise RejectedError(f"none of its names is a module of {part.component}")
 
 
 def _check_rank(path: str, end: str, file: AdapterFile, name: str, part: ModelPart) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.adapters.architectures.architecture import Architecture, ComfyUI, ModelPart, Spelling
@@ -20,7 +20,7 @@ from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, BASE_NORM, DORA_SC
 # (`flux_to_diffusers`, `mmdit_to_diffusers`, `unet_to_diffusers`), comfy/weight_adapter.
 
 _COMFYUI_SUFFIX = re.compile(
-    r"(?P<module>.+?)(?:\.(?P<suffix>lora_up\.weight|lora_down\.weight|lora_mid\.weight|lora_A\.weight|lora_B\.weight"
+    r"(?P<module>.+?)(?:\.(?P<suffix>lora_up\.weight|lora_down\.weight|lora_mid\.weight|lora_[AB]\.(?:default\.)?weight"
     r"|lora\.up\.weight|lora\.down\.weight|lora_linear_layer\.(?:up|down)\.weight|alpha|dora_scale|hada_\w+|lokr_\w+"
     r"|diff|diff_b|w_norm|b_norm|set_weight|reshape_weight|oft_blocks|rescale|[ab][12]\.weight)"
     r"|(?P<old>_lora\.(?:up|down)\.weight))"
@@ -44,6 +44,10 @@ def load_in_comfyui(file: AdapterFile, loading: Loading) -> None:
     if architecture.comfyui is None:
         loading.ignored |= dict.fromkeys(file.tensors, f"ComfyUI does not support {architecture.title}")
         return
+    if _has_tool(file.tensors):
+        for name in file.tensors:
+            loading.use(name, name.partition(".lora_")[0].partition(".processor")[0])
+        return
     for name in file.tensors:
         wrong = next((reason for end, reason in _WRONG.items() if end in name), None)
         if wrong is not None:
@@ -55,6 +59,18 @@ def load_in_comfyui(file: AdapterFile, loading: Loading) -> None:
             loading.use(name, module)
             _say_misread(name, hit["module"], hit["suffix"], file, loading)
     _drop_bare_alphas(loading)
+
+
+_OF_TOOLS = (
+    {"img_in.lora_A.weight", "single_blocks.0.norm.key_norm.scale"},
+    {"single_blocks.37.processor.qkv_lora.up.weight", "double_blocks.18.processor.qkv_lora2.up.weight"},
+)
+"""Names by which it recognises BFL's control LoRAs and USO's of X-Labs' names, and converts all.
+Source: ComfyUI, comfy/lora_convert.py."""
+
+
+def _has_tool(names: Collection[str]) -> bool:
+    return any(all(each in names for each in marks) for marks in _OF_TOOLS)
 
 
 def _say_misread(name: str, module: str, suffix: str | None, file: AdapterFile, loading: Loading) -> None:

@@ -18,6 +18,7 @@ from ckpt_tools.text import natural_key
 
 _GENERIC = ("alpha", "magnitude", "rescale", "diff_b")  # Roles that come beside those of a family
 _WRAPPERS = re.compile(r"\.(?:base_layer|original_module|token_adapter)(?=\.)")
+NORM_SCALE = "_norm.scale"  # Ends the norms that control LoRAs of FLUX.1 replace
 _MAX_SAVED_EMBEDDINGS = 2  # PEFT saves `base_layer.weight` of targeted embeddings, of which a model has two
 
 
@@ -183,7 +184,7 @@ def _split_plain(
             return list(plain), []  # a state dict without frozen parameters: whatever is there was trained
         is_saved = _trained_with(trained, bias, adapted)
         return [i for i in plain if is_saved(i.name)], [i for i in plain if not is_saved(i.name)]
-    if convention == "peft":
+    if convention == "peft" or (convention == "diffusers" and all(item.name.endswith(NORM_SCALE) for item in plain)):
         return list(plain), []
     if is_training:
         return [], list(plain)
@@ -300,6 +301,18 @@ _WEAK = [
 ]
 _PROCESSOR = re.compile(r"(?P<path>.+)\.processor\.(?P<part>\w+)_lora\.(?P<side>down|up)\.weight")
 """Attention processors of old diffusers: the module is named by the processor's attribute."""
+_XLABS = re.compile(
+    r"(?:diffusion_model\.)?(?P<block>(?:double|single)_blocks\.\d+)\.processor\.(?P<part>\w+_lora\d?)\.(?P<side>down|up)\.weight"
+)
+XLABS: Mapping[str, str] = {
+    "qkv_lora1": "img_attn.qkv",
+    "qkv_lora2": "txt_attn.qkv",
+    "proj_lora1": "img_attn.proj",
+    "proj_lora2": "txt_attn.proj",
+    "proj_lora": "linear2",
+    "qkv_lora": "linear1_qkv",
+}
+"""X-Labs' attention processors of FLUX.1 → the authors' modules; the last one has the first rows of linear1."""
 _SAVED = re.compile(r"(?P<path>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<role>.+)")
 _BASE_LAYERS = re.compile(r"(?:\.base_layer)+$")
 
@@ -342,6 +355,9 @@ def parse_key(name: str) -> Key | None:
     saved = _SAVED.fullmatch(name)
     if saved:
         return Key(path=saved["path"], family="saved", role=saved["role"], style="peft", adapter=saved["adapter"])
+    if (xlabs := _XLABS.fullmatch(name)) and xlabs["part"] in XLABS:
+        path, role = f"{xlabs['block']}.{XLABS[xlabs['part']]}", "A" if xlabs["side"] == "down" else "B"
+        return Key(path=path, family="lora", role=role, style="diffusers-old")
     processor = _PROCESSOR.fullmatch(name)
     if processor:
         part = "to_out.0" if processor["part"] == "to_out" else processor["part"]
