@@ -27,7 +27,7 @@ from ckpt_tools.adapters.ecosystems.loader_report import (
     RejectedError,
 )
 from ckpt_tools.adapters.ecosystems.peft.files import ROOT
-from ckpt_tools.adapters.ecosystems.scales import factor_of, scales_of
+from ckpt_tools.adapters.ecosystems.scales import factor_of
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.integrity import NUMBER, check_base, check_structure, check_suspicions, check_values, look_at
 from ckpt_tools.adapters.read import sidecars
@@ -279,10 +279,7 @@ def _file(read: OpenedAdapter, path: str, family: ModelFamily | None, base: Base
         base_class=None if base is None else base.class_name,
         base_type=None if base is None else base.model_type,
         base_config={} if base is None else base.config,
-        constrained=frozenset(
-            m.path for m in read.adapter.modules if "blocks" in m.factors and m.alpha and m.alpha.value
-        ),
-        scales=tuple(scales_of(read.adapter, {entry.fqn for entry in opened.checkpoint.tensors})),
+        modules=read.adapter.modules,
     )
 
 

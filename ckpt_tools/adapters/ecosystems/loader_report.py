@@ -7,25 +7,12 @@ from dataclasses import dataclass, field
 from functools import partialmethod
 from typing import Literal
 
+from ckpt_tools.adapters.adapter import AdapterModule
 from ckpt_tools.adapters.architectures.architecture import ModelFamily
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG
 from ckpt_tools.checkpoint.entries import Finding, Severity, TensorEntry
 
 Loader = Literal["peft", "diffusers", "comfyui", "kohya", "vllm"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleScale:
-    """A module's scale as it was meant, and what its file says of it."""
-
-    path: str
-    field: str  # Field of PEFT's configuration that holds the alpha of its family
-    factors: tuple[str, ...]  # Names of its tensors
-    rank: int
-    alpha: float
-    source: str  # Of the alpha
-    meant: float
-    tensor: str | None  # Name of the tensor that holds its alpha
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +31,7 @@ class AdapterFile:
     base_class: str | None = None  # diffusers' class of the base model
     base_type: str | None = None  # transformers' type of the base model
     base_config: Mapping[str, object] = field(default_factory=dict)  # config.json of the base model
-    constrained: frozenset[str] = frozenset()
-    """Modules whose rotations have a constraint (alpha of LyCORIS' OFT and BOFT)."""
-    scales: tuple[ModuleScale, ...] = ()  # Of its modules, where they are known
+    modules: tuple[AdapterModule[TensorEntry], ...] = ()  # What the adapter was trained to be, as ckpt reads it
 
 
 NEEDS_BASE = "loader-unchecked-base"  # Code of what a loader decides by the base model, which was not given

@@ -86,7 +86,7 @@ def _say_misread(name: str, module: str, suffix: str | None, file: AdapterFile, 
             "differs"
         )
         loading.misreads(module, what, hint)
-    elif suffix == "oft_blocks" and module in file.constrained:
+    elif suffix == "oft_blocks" and any(m.path == module and m.alpha and m.alpha.value for m in file.modules):
         what = "ComfyUI uses alpha as the constraint itself, LyCORIS alpha times the outputs: the rotation differs"
         loading.misreads(module, what, hint)
     elif suffix == "rescale":
