@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from adapters.comfyui_keys import patched
-from adapters.image_models import ALL, adapter, delta, linears, lora, to_target
+from adapters.image_models import ALL, OF_DIFFUSERS, adapter, delta, linears, lora, to_target
 from adapters.test_diffusers import Pipeline
 from adapters.test_names import key_map, native_weights
 from names.keymaps import backward
@@ -35,7 +35,8 @@ MIXINS = {
     "flux1": "Flux", "flux2": "Flux2", "sd3": "SD3", "sdxl": "StableDiffusionXL", "sd1": "StableDiffusion",
     "chroma": "Flux", "qwen_image": "QwenImage", "z_image": "ZImage", "lumina2": "Lumina2", "sana": "Sana",
     "hidream": "HiDreamImage", "wan": "Wan", "hunyuan_video": "HunyuanVideo", "ltx": "LTXVideo", "ltx2": "LTX2",
-    "cogvideox": "CogVideoX",
+    "cogvideox": "CogVideoX", "aura_flow": "AuraFlow", "cosmos": "Cosmos", "mochi": "Mochi1", "krea2": "Krea2",
+    "kandinsky5": "Kandinsky", "ideogram4": "Ideogram4", "ernie_image": "ErnieImage",
 }  # fmt: skip
 RANK, ALPHA = 4, 8.0
 WIDTHS = {"flux1": "single", "chroma": "single", "lumina2": "", "hunyuan_video": "single"}
@@ -236,7 +237,7 @@ def files(name: str, directory: Path) -> Iterator[tuple[str, Modules, Path, Tens
 @pytest.mark.full(but=["sd3", "qwen_image"])
 @pytest.mark.parametrize("name", MIXINS)
 def test_verdict_is_the_effect(name: str, tmp_path: Path) -> None:
-    """What diffusers and ComfyUI do with 14 to 20 spellings of the family, 375 answers for all of them."""
+    """What diffusers and ComfyUI do with 14 to 20 spellings of the family, 480 answers for all of them."""
     family, make = ALL[name]
     wrong, count = [], 0
     for spelling, modules, file, tensors in files(name, tmp_path):
@@ -246,6 +247,8 @@ def test_verdict_is_the_effect(name: str, tmp_path: Path) -> None:
         for report, added in zip(reports, loaded, strict=False):
             real = effect_of(added, modules, meant(spelling, modules))
             count += 1
+            if report.loads is None and name in OF_DIFFUSERS:
+                continue  # names that other tools may have for these
             is_ok = report.is_whole == (isinstance(real, float) and abs(real - 1) < 1e-4)
             if not (is_ok and agrees(said(report), real)):
                 wrong.append((spelling, report.loader, real, said(report), report.findings))

@@ -131,6 +131,7 @@ class Architecture:
     """End of native paths of which a base has all or, where only some of its weights are there, none: with fewer blocks
     others have other numbers."""
     is_told_by_names: bool = True  # False where another family has the same names, and only the base tells
+    is_known_elsewhere: bool = True  # False where other tools may have it under names that are not known here
     sizes: tuple[Mapping[str, int], ...] = ()
     """How wide and deep published models are: end of a diffusers path → columns of its weight, and list of blocks →
     number of its last one."""

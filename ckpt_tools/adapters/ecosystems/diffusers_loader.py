@@ -238,6 +238,8 @@ def _converted(keys: Keys, file: AdapterFile, architecture: Architecture, loadin
         _lokr(keys, architecture, loading)
         return
     conversion = next((each for each in architecture.conversions if each.applies(keys)), None)
+    if any(key.startswith((*_FOREIGN, ROOT)) for key in keys) and loading.is_unknown(file, "diffusers", architecture):
+        return
     if conversion is not None:
         keys = _convert(conversion, keys, architecture.main)
     elif file.base_class in architecture.classes and _applies_to_any(file):

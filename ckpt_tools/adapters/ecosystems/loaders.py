@@ -41,6 +41,8 @@ def load_in_comfyui(file: AdapterFile, loading: Loading) -> None:
         loading.ignored |= dict.fromkeys(file.tensors, "ComfyUI patches image models")
         return
     architecture = ARCHITECTURES[file.architecture]
+    if loading.is_unknown(file, "ComfyUI", architecture):
+        return
     if architecture.comfyui is None:
         loading.ignored |= dict.fromkeys(file.tensors, f"ComfyUI does not support {architecture.title}")
         return
@@ -168,6 +170,8 @@ def load_in_kohya(file: AdapterFile, loading: Loading) -> None:
         return
     architecture = None if file.architecture == "llm" else ARCHITECTURES[file.architecture]
     kohya = None if architecture is None else architecture.kohya
+    if architecture is not None and loading.is_unknown(file, "kohya", architecture):
+        return
     if architecture is None or kohya is None:
         what = "language models" if architecture is None else architecture.title
         loading.ignored |= dict.fromkeys(file.tensors, f"kohya's sd-scripts and musubi-tuner have no {what}")
