@@ -62,7 +62,7 @@ def match_modules(
     wanted = list(_wanted(adapter, slots))
     names, notes = resolve([name for _, _, name in wanted], slots, adapter.convention)
     given = {names[name]: adapter.modules[index] for index, role, name in wanted if role == "weight"}
-    orientation = _Orientation(adapter, tensors)
+    orientation = _Orientation(adapter, tensors, config)
     parts: dict[str, list[ChangedRows]] = defaultdict(list)
     problems: list[str] = []
     for index, role, name in wanted:
@@ -123,10 +123,17 @@ def _matrix(module: Module) -> Matrix:
     return found
 
 
+_IN_OUT = ("gpt_oss", "aria", "aria_text", "openai_privacy_filter")
+"""Models of transformers whose experts are stored as (in, out): PEFT asks their class for `is_transposed`."""
+
+
 class _Orientation:
     """Says whether weights are stored as (in, out), as GPT-2's are."""
 
-    def __init__(self, adapter: Adapter[TensorEntry], tensors: Mapping[str, TensorEntry]) -> None:
+    def __init__(
+        self, adapter: Adapter[TensorEntry], tensors: Mapping[str, TensorEntry], config: Mapping[str, object]
+    ) -> None:
+        self._experts = config.get("model_type") in _IN_OUT if "model_type" in config else None
         known = adapter.settings.get("fan_in_fan_out")
         if known is not None and not isinstance(known.value, bool | None):
             raise UsageError(f"fan_in_fan_out must be true or false, got {known.value!s}", where=known.source)
@@ -146,7 +153,9 @@ class _Orientation:
             return False
         if len(shape) == 3 and module.parameter != "weight":
             if made == shape[1:] and made[0] == made[1]:
-                raise _MismatchError("the experts are square, so it is not known whether they are transposed")
+                if self._experts is None:
+                    raise _MismatchError("the experts are square, and no config.json tells whether they are transposed")
+                return self._experts
             return made == shape[:0:-1]
         if len(shape) != 2 or made[0] != made[1]:
             return len(shape) == 2 and made != shape and made == shape[::-1]

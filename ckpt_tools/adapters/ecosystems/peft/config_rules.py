@@ -189,7 +189,8 @@ def wrapped_parameters(config: Config, base: Mapping[str, Shape]) -> dict[str, l
     wanted = config.get("target_parameters")
     found: dict[str, list[str]] = defaultdict(list)
     for name in base if isinstance(wanted, list) and wanted else ():
-        if matched(wanted, name):
+        now = name.replace(".block_sparse_moe.", ".mlp.")  # as transformers 5 calls what Mixtral's files hold
+        if matched(wanted, name) and (now == name or now not in base):
             module, _, parameter = name.rpartition(".")
             found[module].append(parameter)
     return found
