@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from ckpt_tools.adapters.adapter import TOKENS, Adapter, AdapterModule, Sourced
+from ckpt_tools.adapters.adapter import SAVED, TOKENS, Adapter, AdapterModule, Sourced
 from ckpt_tools.adapters.architectures.choose import model_family_of
 from ckpt_tools.adapters.base.model import BaseModel, adapted_paths, as_named, live_tensors, without_predictors
 from ckpt_tools.adapters.base.slots import some, stacked_experts
@@ -118,6 +118,21 @@ def _task_type(config: Mapping[str, object]) -> Sourced[object] | None:
 _MAX_VECTOR_ELEMS = 1 << 20  # Longer ones are not compared: what is read stays small
 
 
+def on_changed_base(adapter: Adapter[TensorEntry]) -> Adapter[TensorEntry]:
+    """Return PiSSA, OLoRA and the like with the weights that they left of the base, where the source holds all of them.
+
+    Whole tensors replace the base's before the factors are added, which then belong to a plain base.
+    """
+    adapted = [m for m in adapter.modules if not m.is_saved and m.family != TOKENS]
+    held = [(m, adapter.base_tensors.get(f"{m.path}.{m.parameter}")) for m in adapted]
+    if not changes_base(adapter) or any(entry is None or not entry.dtype.is_float for _, entry in held):
+        return adapter
+    left = [AdapterModule(path=m.path, family=SAVED, factors={m.parameter: e}) for m, e in held if e is not None]
+    init: Sourced[object] = Sourced(True, "the changed base is in the checkpoint")
+    settings = {**adapter.settings, "init_lora_weights": init}
+    return replace(adapter.with_modules((*adapter.modules, *left)), settings=settings)
+
+
 def refuse_changed(
     adapter: Adapter[TensorEntry], source: Opened, base: Opened, tensors: Mapping[str, TensorEntry]
 ) -> bool:
@@ -140,9 +155,9 @@ def refuse_changed(
             f"{weight} in the checkpoint that holds the adapter differs from the base's: the adapter was "
             "trained on that one",
             where=weight,
-            hint="is it the base of the training run? PiSSA, OLoRA and the like change it before training: then "
-            "--config init_lora_weights=… makes it an adapter that PEFT loads and merges. To continue anyway, read "
-            f"only the factors: --include {_factors(adapter)}",
+            hint="is it the base of the training run? PiSSA, OLoRA and the like change it before training: --config "
+            "init_lora_weights=pissa (or olora, …) says so, and merge-lora then takes the changed weights from the "
+            "checkpoint",
         )
     vectors = [name for name in names if len(tensors[name].shape) == 1 and tensors[name].num_elems <= _MAX_VECTOR_ELEMS]
     changed = [name for name in vectors if differs(name)]
