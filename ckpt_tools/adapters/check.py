@@ -18,6 +18,7 @@ from ckpt_tools.adapters.architectures.choose import choose_families, family_nam
 from ckpt_tools.adapters.architectures.names import ModulePlace, readings, underscored
 from ckpt_tools.adapters.base.model import BaseModel, adapted_paths, as_named, base_path, parents_of, replicated
 from ckpt_tools.adapters.base.reading import on_base, read_base
+from ckpt_tools.adapters.ecosystems.diffusers_loader import FOREIGN
 from ckpt_tools.adapters.ecosystems.loader_report import (
     NEEDS_BASE,
     AdapterFile,
@@ -438,6 +439,15 @@ def _rules_of(loader: Loader) -> Callable[[AdapterFile, Loading], None]:
     return found
 
 
+def _is_unknown(file: AdapterFile, loader: Loader) -> bool:
+    """Has a family names in this loader that its table does not have?"""
+    family = ARCHITECTURES.get(file.architecture or "")
+    if family is None or family.is_known_elsewhere:
+        return False
+    is_foreign = loader == "diffusers" and any(name.startswith((*FOREIGN, ROOT)) for name in file.tensors)
+    return is_foreign or loader in ("comfyui", "kohya")
+
+
 def simulate(file: AdapterFile, loader: Loader, families: Sequence[ModelFamily] = ()) -> LoaderReport:
     """Say what a loader would make of an adapter for one of some model families, if it does not matter which."""
     reports = [_simulate(replace(file, architecture=family), loader) for family in families or (file.architecture,)]
@@ -459,7 +469,10 @@ def _simulate(file: AdapterFile, loader: Loader) -> LoaderReport:
     loads: bool | None = True
     factor = None
     try:
-        _rules_of(loader)(file, loading)
+        if _is_unknown(file, loader):
+            loading.unchecked(file.file, f"how {loader} names the modules of {file.architecture} is not known to ckpt")
+        else:
+            _rules_of(loader)(file, loading)
         factor = factor_of(file, loader, loading)
     except RejectedError as error:
         loads = False

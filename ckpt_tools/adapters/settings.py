@@ -68,7 +68,7 @@ def settle_parameters(adapter: Adapter[TensorEntry], shapes: Shapes) -> Adapter[
             settled = replace(module, parameter="", rank=None)
         elif parameter and parameter != module.parameter and module.parameter in ("", "weight"):
             settled = _with_rank(replace(module, parameter=parameter), held, adapter.settings)
-            alpha = _alpha_beside(settled, adapter.settings, adapter.convention, Sidecars())
+            alpha = next(_alphas_beside(settled, adapter.settings, adapter.convention, Sidecars()), None)
             settled = replace(settled, alpha=alpha or module.alpha)
         modules.append(settled)
     return _with_targets(adapter.with_modules(modules))
@@ -174,12 +174,6 @@ def _with_alpha(
 def is_assumed(alpha: Sourced[float]) -> bool:
     """Is an alpha a convention's, because nothing says it?"""
     return alpha.source in _UNIT_SCALE.values()
-
-
-def _alpha_beside(
-    module: AdapterModule[TensorEntry], settings: Settings, convention: Convention, sidecars: Sidecars
-) -> Sourced[float] | None:
-    return next(_alphas_beside(module, settings, convention, sidecars), None)
 
 
 def _alphas_beside(

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from ckpt_tools import api
 from ckpt_tools.errors import UsageError
 
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 SIZES = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32,
     "num_key_value_heads": 1, "head_dim": 8,

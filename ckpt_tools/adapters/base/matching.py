@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
 from ckpt_tools.adapters.base.slots import Slot, find_slots, num_rows, resolve, some
+from ckpt_tools.adapters.ecosystems.peft.config_rules import MODEL_TYPES
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.families.family import Matrix
 from ckpt_tools.adapters.read.assemble import known_shape
@@ -123,17 +124,13 @@ def _matrix(module: Module) -> Matrix:
     return found
 
 
-_IN_OUT = ("gpt_oss", "aria", "aria_text", "openai_privacy_filter")
-"""Models of transformers whose experts are stored as (in, out): PEFT asks their class for `is_transposed`."""
-
-
 class _Orientation:
     """Says whether weights are stored as (in, out), as GPT-2's are."""
 
     def __init__(
         self, adapter: Adapter[TensorEntry], tensors: Mapping[str, TensorEntry], config: Mapping[str, object]
     ) -> None:
-        self._experts = config.get("model_type") in _IN_OUT if "model_type" in config else None
+        self._experts = config.get("model_type") in MODEL_TYPES["experts_in_out"] if "model_type" in config else None
         known = adapter.settings.get("fan_in_fan_out")
         if known is not None and not isinstance(known.value, bool | None):
             raise UsageError(f"fan_in_fan_out must be true or false, got {known.value!s}", where=known.source)

@@ -11,7 +11,7 @@ from ckpt_tools.adapters.architectures.choose import model_family_of
 from ckpt_tools.adapters.base.model import BaseModel, adapted_paths, as_named, live_tensors, without_predictors
 from ckpt_tools.adapters.base.slots import some, stacked_experts
 from ckpt_tools.adapters.base.tied import HEAD, tied_embeddings
-from ckpt_tools.adapters.ecosystems.peft.config_rules import changes_base
+from ckpt_tools.adapters.ecosystems.peft.config_rules import MODEL_TYPES, changes_base
 from ckpt_tools.adapters.families import FAMILIES, family_of
 from ckpt_tools.adapters.read.assemble import known_shape
 from ckpt_tools.adapters.read.opening import OpenedAdapter, TensorReader
@@ -25,26 +25,6 @@ from ckpt_tools.checkpoint.transform import plain_names
 from ckpt_tools.errors import UsageError
 from ckpt_tools.models.conventions import Convention, agreed, check_settings, conventions_of
 from ckpt_tools.text import natural_key
-
-_TASKS = {
-    "ForCausalLM": "CAUSAL_LM",
-    "LMHeadModel": "CAUSAL_LM",
-    "ForSequenceClassification": "SEQ_CLS",
-    "ForTokenClassification": "TOKEN_CLS",
-    "ForQuestionAnswering": "QUESTION_ANS",
-}
-"""End of an architecture's name → PEFT's task type. Source: peft 0.21 `utils/peft_types.py`."""
-_READS_NO_TEXT = frozenset(
-    {"audio_config", "conv_dim", "feature_projection_input_dim", "image_size", "input_feat_per_channel"}
-    | {"num_channels", "num_mel_bins", "patch_size", "vision_config"}
-)
-"""Fields of configs whose models take sound or images: with a task type PEFT's forward would give them `input_ids`."""
-_SEQ_2_SEQ = """
-    BigBirdPegasus Blenderbot BlenderbotSmall Bart FSMT LED LongT5 M2M100 MBart MT5 Mvp NllbMoe PLBart Pegasus PegasusX
-    ProphetNet SwitchTransformers T5 T5Gemma UMT5
-"""
-"""Models of whose …ForConditionalGeneration the first input is text: speech and image models are called alike.
-Source: transformers 5.23, `main_input_name` of every class of this name with `is_encoder_decoder`."""
 
 
 def read_base(path: str | os.PathLike[str]) -> BaseModel:
@@ -105,10 +85,10 @@ def _task_type(config: Mapping[str, object]) -> Sourced[object] | None:
     for name in architectures if isinstance(architectures, list) else ():
         if not isinstance(name, str):
             continue
-        if name.removesuffix("ForConditionalGeneration") in _SEQ_2_SEQ.split():
+        if name.removesuffix("ForConditionalGeneration") in MODEL_TYPES["text_first"]:
             return Sourced("SEQ_2_SEQ_LM", source)
-        for end, task in _TASKS.items():
-            if name.endswith(end) and (task == "CAUSAL_LM" or _READS_NO_TEXT.isdisjoint(config)):
+        for end, task in MODEL_TYPES["tasks"].items():
+            if name.endswith(end) and (task == "CAUSAL_LM" or {*MODEL_TYPES["of_pictures"]}.isdisjoint(config)):
                 return Sourced(task, source)
     return None
 

@@ -87,7 +87,7 @@ def _without_alphas(keys: Keys, file: AdapterFile) -> Keys:
     for key in alphas:
         if not file.tensors[keys[key]].dtype.name.startswith(("F", "BF")):
             raise RejectedError(f"{key} is not a floating-point number")
-    if alphas and _metadata(file):
+    if alphas and own_metadata(file, ""):
         raise RejectedError("it has alphas as tensors and lora_adapter_metadata in its header")
     return {key: name for key, name in keys.items() if key not in alphas} | {f"\0{key}": keys[key] for key in alphas}
 
@@ -238,8 +238,6 @@ def _converted(keys: Keys, file: AdapterFile, architecture: Architecture, loadin
         _lokr(keys, architecture, loading)
         return
     conversion = next((each for each in architecture.conversions if each.applies(keys)), None)
-    if any(key.startswith((*_FOREIGN, ROOT)) for key in keys) and loading.is_unknown(file, "diffusers", architecture):
-        return
     if conversion is not None:
         keys = _convert(conversion, keys, architecture.main)
     elif file.base_class in architecture.classes and _applies_to_any(file):
@@ -303,7 +301,7 @@ def _ldm(keys: Keys, file: AdapterFile, architecture: Architecture, loading: Loa
     if all(key.startswith(("lora_te_", "lora_unet_", "lora_te1_", "lora_te2_")) for key in keys):
         keys = _ldm_kohya(keys, architecture)
         loading.spreads_alphas = True
-        if _metadata(file) and any(key.startswith("\0") for key in keys):
+        if own_metadata(file, "") and any(key.startswith("\0") for key in keys):
             raise RejectedError("it has alphas as tensors and lora_adapter_metadata in its header")
     else:
         _all_lora(keys)
@@ -379,8 +377,7 @@ def _inject(keys: Keys, architecture: Architecture, file: AdapterFile, loading: 
     for part in architecture.parts:
         if inside := by_component.get(part.component):
             _inject_one(inside, part, file, loading)
-            document = _metadata(file)
-            if document and not any(key.startswith(f"{part.component}.") for key in document):
+            if own_metadata(file, f"{part.component}.") == {}:
                 what = f"its header has no configuration of {part.component}: PEFT's defaults (rank 8) are used"
                 raise RejectedError(what)
     modules = set(loading.modules)
@@ -433,11 +430,6 @@ def _encoder_names(keys: Keys, part: ModelPart) -> Keys:
     return keys
 
 
-def _metadata(file: AdapterFile) -> Mapping[str, object]:
-    document = _metadata_of(file)
-    return document if isinstance(document, dict) else {}
-
-
 _READERS: Mapping[str | None, Callable[[Keys, AdapterFile, Architecture, Loading], None]] = {
     None: _converted,
     "flux1": _flux1,
@@ -451,7 +443,7 @@ _READERS: Mapping[str | None, Callable[[Keys, AdapterFile, Architecture, Loading
 # Source: diffusers 0.42, loaders/peft.py (`PeftAdapterMixin.load_lora_adapter`), loaders/lora_pipeline.py
 # (`lora_state_dict` of the mixins: what is not under diffusers' own names is converted first, by rules of each family).
 
-_FOREIGN = ("diffusion_model.", "model.diffusion_model.", "lora_unet_", "lora_transformer_", "lora_te", "lycoris_")
+FOREIGN = ("diffusion_model.", "model.diffusion_model.", "lora_unet_", "lora_transformer_", "lora_te", "lycoris_")
 """Beginnings that the pipelines' converters look for."""
 _ENCODER = re.compile(r"text_encoder(?:_\d)?\.")
 _KEY = re.compile(
@@ -461,7 +453,7 @@ _KEY = re.compile(
 
 def _applies_to_any(file: AdapterFile) -> bool:
     """Are the base's modules known, and the names such as no pipeline converts?"""
-    is_foreign = any(name.startswith(_FOREIGN) or name.endswith(".alpha") for name in file.tensors)
+    is_foreign = any(name.startswith(FOREIGN) or name.endswith(".alpha") for name in file.tensors)
     return file.base is not None and not is_foreign
 
 
@@ -495,19 +487,13 @@ def component_of(file: AdapterFile) -> str:
 
 def own_metadata(file: AdapterFile, component: str) -> Config | None:
     """Return the configuration of one model in the file's header; None where there is no header."""
-    if DIFFUSERS_KEY not in file.metadata:
-        return None
-    document = _metadata_of(file)
-    if not isinstance(document, dict):
-        raise RejectedError("its lora_adapter_metadata is not a JSON object")
-    return {key.removeprefix(component): value for key, value in document.items() if key.startswith(component)}
-
-
-def _metadata_of(file: AdapterFile) -> object:
     try:
-        return json.loads(file.metadata.get(DIFFUSERS_KEY, "null"))
+        document = json.loads(file.metadata.get(DIFFUSERS_KEY, "{}"))
     except (ValueError, RecursionError):
         raise RejectedError("its lora_adapter_metadata is not JSON") from None
+    if not isinstance(document, dict):
+        raise RejectedError("its lora_adapter_metadata is not a JSON object")
+    return {k.removeprefix(component): v for k, v in document.items() if k.startswith(component)} if document else None
 
 
 def _load_inside(keys: Mapping[str, str], file: AdapterFile, config: Config | None, loading: Loading) -> None:

@@ -8,7 +8,7 @@ from functools import partialmethod
 from typing import Literal
 
 from ckpt_tools.adapters.adapter import AdapterModule
-from ckpt_tools.adapters.architectures.architecture import Architecture, ModelFamily
+from ckpt_tools.adapters.architectures.architecture import ModelFamily
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG
 from ckpt_tools.checkpoint.entries import Finding, Severity, TensorEntry
 
@@ -54,12 +54,6 @@ class Loading:
     def use(self, name: str, module: str) -> None:
         """Note that a tensor goes into a module."""
         self.used[name] = tuple(dict.fromkeys((*self.used.get(name, ()), module)))
-
-    def is_unknown(self, file: AdapterFile, loader: str, architecture: Architecture) -> bool:
-        """Say that a loader's names of a family are not known, if so."""
-        if not architecture.is_known_elsewhere:
-            self.unchecked(file.file, f"how {loader} names the modules of {architecture.title} is not known to ckpt")
-        return not architecture.is_known_elsewhere
 
     def say_scale(self, alpha: str, value: object) -> None:
         """Say that a configuration's alpha of 0 makes a loader's every change 0 (verl#5325)."""

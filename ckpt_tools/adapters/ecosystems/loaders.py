@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.adapters.architectures.architecture import Architecture, ComfyUI, ModelPart, Spelling
 from ckpt_tools.adapters.architectures.names import find, find_as
 from ckpt_tools.adapters.base.model import parents_of
 from ckpt_tools.adapters.ecosystems.loader_report import AdapterFile, Loading, RejectedError
-from ckpt_tools.adapters.ecosystems.peft.config_rules import variants_in
+from ckpt_tools.adapters.ecosystems.peft.config_rules import MODEL_TYPES, variants_in
 from ckpt_tools.adapters.ecosystems.peft.files import ROOT
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, BASE_NORM, DORA_SCALE, PEFT_FILE
 
@@ -41,12 +41,10 @@ def load_in_comfyui(file: AdapterFile, loading: Loading) -> None:
         loading.ignored |= dict.fromkeys(file.tensors, "ComfyUI patches image models")
         return
     architecture = ARCHITECTURES[file.architecture]
-    if loading.is_unknown(file, "ComfyUI", architecture):
-        return
     if architecture.comfyui is None:
         loading.ignored |= dict.fromkeys(file.tensors, f"ComfyUI does not support {architecture.title}")
         return
-    if _has_tool(file.tensors):
+    if any(marks <= file.tensors.keys() for marks in _OF_TOOLS):
         for name in file.tensors:
             loading.use(name, name.partition(".lora_")[0].partition(".processor")[0])
         return
@@ -69,10 +67,6 @@ _OF_TOOLS = (
 )
 """Names by which it recognises BFL's control LoRAs and USO's of X-Labs' names, and converts all.
 Source: ComfyUI, comfy/lora_convert.py."""
-
-
-def _has_tool(names: Collection[str]) -> bool:
-    return any(all(each in names for each in marks) for marks in _OF_TOOLS)
 
 
 def _say_misread(name: str, module: str, suffix: str | None, file: AdapterFile, loading: Loading) -> None:
@@ -170,8 +164,6 @@ def load_in_kohya(file: AdapterFile, loading: Loading) -> None:
         return
     architecture = None if file.architecture == "llm" else ARCHITECTURES[file.architecture]
     kohya = None if architecture is None else architecture.kohya
-    if architecture is not None and loading.is_unknown(file, "kohya", architecture):
-        return
     if architecture is None or kohya is None:
         what = "language models" if architecture is None else architecture.title
         loading.ignored |= dict.fromkeys(file.tensors, f"kohya's sd-scripts and musubi-tuner have no {what}")
@@ -230,15 +222,6 @@ _EXPERTS = (".experts", f".experts{_INNER}")
 _HEADS = ("classifier", "score")  # What modules_to_save may name: the head of a classification model
 _HARMLESS_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 """Initialisations that it does not refuse; lora_ga changes the base all the same."""
-_REFUSED = {
-    "use_dora": "DoRA",
-    "lora_bias": "biases of LoRA (lora_bias)",
-    "alora_invocation_tokens": "aLoRA",
-    "layer_replication": "layer_replication",
-    "use_bdlora": "BD-LoRA",
-    "use_qalora": "QALoRA",
-}
-"""Setting → what it says that it does not support."""
 
 
 def load_in_vllm(file: AdapterFile, loading: Loading) -> None:
@@ -304,7 +287,7 @@ def _checked_config(file: AdapterFile) -> Mapping[str, object]:
         raise RejectedError(f"peft_type is {config.get('peft_type')!r}, but it supports only LORA")
     if other := [name for name in _saved_in(config) if name not in _HEADS]:
         raise RejectedError(f"modules_to_save may name {' or '.join(_HEADS)} only, not {other[0]!r}")
-    for name, what in _REFUSED.items():
+    for name, what in MODEL_TYPES["vllm_refuses"].items():
         if config.get(name):
             raise RejectedError(f"it does not support {what}")
     init = config.get("init_lora_weights")

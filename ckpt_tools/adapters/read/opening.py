@@ -12,7 +12,7 @@ import shlex
 import struct
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -220,7 +220,8 @@ def _convention(named: list[NamedFactor], sidecars: Sidecars, *, is_alone: bool)
     keys = [item.key for item in named if item.key is not None]
     has_root = any(_PEFT_ROOT in item.entry.fqn for item in named)
     if has_root or any(key.adapter is not None for key in keys):
-        if is_alone and "peft_type" not in sidecars.peft and _is_of_pictures({key.path for key in keys}):
+        families = candidates(key.path for key in keys) if is_alone and "peft_type" not in sidecars.peft else ()
+        if any(all(readings(key.path, ARCHITECTURES[name]) for key in keys) for name in families):
             return "diffusers" if has_root else "diffsynth"
         return "peft"
     if any(FAMILIES[key.family].is_carried and not key.is_weak for key in keys):
@@ -255,11 +256,6 @@ def _is_alone(opened: Opened) -> bool:
     """Is it one file, and not of the name for which PEFT needs a configuration?"""
     files = [os.path.basename(name) for name in opened.checkpoint.files]
     return not opened.format.is_training and len(files) == 1 and files[0] != PEFT_FILE
-
-
-def _is_of_pictures(paths: Collection[str]) -> bool:
-    """Are all names those of one family with tables?"""
-    return any(all(readings(path, ARCHITECTURES[name]) for path in paths) for name in candidates(paths))
 
 
 def _trained(opened: Opened) -> frozenset[str] | None:

@@ -104,7 +104,8 @@ def read_sidecars(
     """
     peft: dict[str, Sourced[object]] = {}
     components = _diffusers_header(metadata)
-    alphas, arguments = _header_alphas(metadata), _header_arguments(metadata)
+    found = (_found(metadata.get(name), f"header {name}") for name in _ALPHAS)
+    alphas, arguments = [a for a in found if a is not None and a.value], _header_arguments(metadata)
     alpha, conv_alpha = next(iter(alphas), None), _found(arguments.get("conv_alpha"), ARGUMENTS_HEADER)
     if "" in components:
         peft = dict(components[""])
@@ -136,7 +137,7 @@ def read_sidecars(
         peft=peft,
         components={name: fields for name, fields in components.items() if name},
         alpha=alpha,
-        others=alphas[1:],
+        others=tuple(alphas[1:]),
         conv_alpha=conv_alpha,
         is_uniform=not any(word in name for name in arguments for word in _VARYING),
         is_ai_toolkit="ai-toolkit" in metadata.get("software", ""),
@@ -191,12 +192,6 @@ def _diffusers_header(metadata: Mapping[str, str]) -> dict[str, dict[str, Source
         component, _, name = key.rpartition(".")
         components.setdefault(component, {})[name] = Sourced(value, source)
     return components
-
-
-def _header_alphas(metadata: Mapping[str, str]) -> tuple[Sourced[float], ...]:
-    """Return every alpha of all modules, kohya's first: numbers as text."""
-    found = (_found(metadata.get(name), f"header {name}") for name in _ALPHAS)
-    return tuple(each for each in found if each is not None and each.value)
 
 
 def _header_arguments(metadata: Mapping[str, str]) -> Mapping[str, object]:
