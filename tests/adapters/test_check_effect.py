@@ -116,6 +116,9 @@ SPELLINGS: Mapping[str, Callable[[str, Modules], Trained]] = {
     ),
     "diffusers, alphas": lambda n, m: (with_alphas(factors(m, f"{component(n)}.")), {}),
     "diffusers, alphas and header": lambda n, m: (with_alphas(factors(m, f"{component(n)}.")), header(n, m)),
+    "diffusers, half of the alphas": lambda n, m: (
+        factors(m, f"{component(n)}.") | alphas(factors(m[::2], f"{component(n)}.")), {},
+    ),
     "OneTrainer, dots": lambda n, m: (
         with_alphas(factors(m, f"{component(n)}.", down="lora_down", up="lora_up")), {},
     ),
@@ -142,6 +145,8 @@ def meant(spelling: str, modules: Modules) -> dict[str, float]:
         return dict.fromkeys(scales, ALPHA / RANK**0.5)
     if spelling == "diffusers, alpha_pattern":
         return scales | {modules[0].path: ALPHA / 2 / RANK}
+    if spelling == "diffusers, half of the alphas":
+        return scales | {module.path: 1.0 for module in modules[1::2]}
     no_alpha = ("diffusers, no alpha", "DiffSynth", "PEFT's root")
     return dict.fromkeys(scales, 1.0) if spelling in no_alpha else scales
 
@@ -329,6 +334,7 @@ DAMAGES = {
     "alphas 0": (KOHYA, changed(".alpha", lambda tensor: tensor * 0)),
     "alphas not numbers": (KOHYA, changed(".alpha", lambda tensor: tensor * float("nan"))),
     "half of the alphas lost": (KOHYA, lost(".alpha", every=2)),
+    "half of the alphas lost, without a header": ("ComfyUI", lost(".alpha", every=2)),
     "all alphas lost": (KOHYA, lost(".alpha")),
     "another network_alpha": (KOHYA, header_of("ss_network_alpha", "16")),
     "a second alpha in the header": (KOHYA, header_of("lora_alpha", "32")),
@@ -362,7 +368,7 @@ def test_no_damage_is_called_whole(damage: str, sd3: Path, tmp_path: Path) -> No
     spelling, make = DAMAGES[damage]
     tensors, metadata = SPELLINGS[spelling]("sd3", trained("sd3"))
     file = tmp_path / "style.safetensors"
-    loader = "comfyui" if spelling == KOHYA else "diffusers"
+    loader = "diffusers" if spelling == HEADER else "comfyui"
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata=metadata)
     assert check_lora(file, base=sd3, loaders=[loader]).verdict == "loads"
     make(tensors, metadata)
