@@ -242,7 +242,7 @@ def files(name: str, directory: Path) -> Iterator[tuple[str, Modules, Path, Tens
 @pytest.mark.full(but=["sd3", "qwen_image"])
 @pytest.mark.parametrize("name", MIXINS)
 def test_verdict_is_the_effect(name: str, tmp_path: Path) -> None:
-    """What diffusers and ComfyUI do with 14 to 20 spellings of the family, 480 answers for all of them."""
+    """What diffusers and ComfyUI do with 14 to 21 spellings of the family: some 500 answers in all."""
     family, make = ALL[name]
     wrong, count = [], 0
     for spelling, modules, file, tensors in files(name, tmp_path):
