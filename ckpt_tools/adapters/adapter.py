@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SAVED: Literal["saved"] = "saved"  # The family of whole tensors, which replace the base's
 TOKENS: Literal["tokens"] = "tokens"  # The family of rows of an embedding, which replace the base's
 FamilyName = str  # How the factors change a weight: the names of the table in `families/`
-Convention = Literal["peft", "diffusers", "kohya", "comfyui", "ai-toolkit", "trainer"]
+Convention = Literal["peft", "diffusers", "kohya", "comfyui", "ai-toolkit", "diffsynth", "trainer"]
 """Whose names the tensors had; "trainer" is one that has models of its own (torchtitan, torchtune, Megatron)."""
 Target = Literal["peft", "diffusers", "kohya", "comfyui"]  # Whose names they can get
 
@@ -57,6 +57,7 @@ class AdapterModule(Generic[F]):
     factors: Mapping[str, F]  # Role → tensor
     rank: Sourced[int] | None = None  # r; None for families without one, and for full-size factors
     alpha: Sourced[float] | None = None  # Numerator of the scale; for oft the constraint. None while it is not known
+    contradicted: Sourced[float] | None = None  # What another place says of alpha, where that is another number
     use_rslora: bool = False  # Scale alpha/√r instead of alpha/r
     parameter: str = "weight"
     """The parameter that is changed; another one for PEFT's target_parameters (MoE experts), "" while nothing tells

@@ -18,6 +18,7 @@ from ckpt_tools.adapters.architectures.choose import choose_families, family_nam
 from ckpt_tools.adapters.architectures.names import ModulePlace, readings, underscored
 from ckpt_tools.adapters.base.model import BaseModel, adapted_paths, as_named, base_path, parents_of, replicated
 from ckpt_tools.adapters.base.reading import on_base, read_base
+from ckpt_tools.adapters.ecosystems.diffusers_loader import FOREIGN
 from ckpt_tools.adapters.ecosystems.loader_report import (
     NEEDS_BASE,
     AdapterFile,
@@ -26,10 +27,12 @@ from ckpt_tools.adapters.ecosystems.loader_report import (
     Loading,
     RejectedError,
 )
+from ckpt_tools.adapters.ecosystems.peft.files import ROOT
+from ckpt_tools.adapters.ecosystems.scales import factor_of
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.integrity import NUMBER, check_base, check_structure, check_suspicions, check_values, look_at
 from ckpt_tools.adapters.read import sidecars
-from ckpt_tools.adapters.read.opening import OpenedAdapter, TensorReader, UnknownTypeError, read_adapter
+from ckpt_tools.adapters.read.opening import BUNDLED, OpenedAdapter, TensorReader, UnknownTypeError, read_adapter
 from ckpt_tools.adapters.settings import assumed_before
 from ckpt_tools.checkpoint.entries import Finding, TensorEntry
 from ckpt_tools.checkpoint.identity import Identity
@@ -38,7 +41,7 @@ from ckpt_tools.options import takes
 from ckpt_tools.options.adapters import CheckOptions
 from ckpt_tools.results import CheckedResult, as_json, plain
 from ckpt_tools.storage.locations import is_directory, open_source
-from ckpt_tools.text import escape_name, first_few, natural_key, natural_order
+from ckpt_tools.text import counted, escape_name, first_few, natural_key, natural_order
 
 Verdict = Literal["loads", "fails", "unknown"]
 """loads: proven; fails: something is wrong; unknown: nothing is known to be wrong, and not everything was checked."""
@@ -48,6 +51,7 @@ _OWN: Mapping[Convention, tuple[Loader, ...]] = {
     "kohya": ("kohya", "comfyui"),
     "comfyui": ("comfyui",),
     "ai-toolkit": ("comfyui", "diffusers"),
+    "diffsynth": ("comfyui", "diffusers"),
     "trainer": ("peft",),
 }
 """Convention → loaders of which one has to take the adapter: kohya's names are ComfyUI's as well, and ai-toolkit writes
@@ -82,7 +86,8 @@ class LoraCheck(CheckedResult):
             return "fails"
         proven = [report.is_whole and report.is_proven for report in self.loaders if report.loader in self.judges]
         takes = bool(proven) and (all(proven) if self.needs_all else any(proven))
-        return "loads" if takes else "unknown"
+        is_certain = not any(finding.code == "adapter-alpha-differs" for finding in self.findings)
+        return "loads" if takes and is_certain else "unknown"
 
     @property
     def ok(self) -> bool:
@@ -102,7 +107,7 @@ class LoraCheck(CheckedResult):
 
 def _loader_json(report: LoaderReport) -> dict[str, object]:
     return {
-        **as_json(report, "loader loads changes whole=is_whole proven=is_proven"),
+        **as_json(report, "loader loads changes whole=is_whole proven=is_proven factor"),
         "matched_modules": len(report.matched),
         "matched_tensors": report.num_matched,
         "unmatched_tensors": len(report.unmatched),
@@ -183,7 +188,7 @@ def _check(
     if file is None:
         _say_training(adapter, path, wanted, run)
     else:
-        judges = wanted or _own_loaders(adapter.convention, file)
+        judges = wanted or _own_loaders(adapter.convention, file, is_of_pictures={*families} - {"llm"} != set())
         others = () if wanted else tuple(loader for loader in LOADERS if loader not in judges)
         reports = tuple(simulate(file, loader, families) for loader in (*judges, *others))
         _judge(reports[: len(judges)], run, needs_all=bool(wanted), has_base=base is not None)
@@ -275,18 +280,20 @@ def _file(read: OpenedAdapter, path: str, family: ModelFamily | None, base: Base
         base_class=None if base is None else base.class_name,
         base_type=None if base is None else base.model_type,
         base_config={} if base is None else base.config,
-        constrained=frozenset(
-            m.path for m in read.adapter.modules if "blocks" in m.factors and m.alpha and m.alpha.value
-        ),
+        modules=read.adapter.modules,
     )
 
 
-def _own_loaders(convention: Convention, file: AdapterFile) -> tuple[Loader, ...]:
+def _own_loaders(convention: Convention, file: AdapterFile, *, is_of_pictures: bool) -> tuple[Loader, ...]:
     """Return the loaders of an adapter's own format, by what stands beside its tensors and by their names."""
     if file.config is not None:
         return ("peft",)
     if file.file == sidecars.DIFFUSERS_FILE or sidecars.DIFFUSERS_KEY in file.metadata:
         return ("diffusers",)
+    is_of_lycoris = any(name.endswith((".lora_down.weight", ".alpha")) or ROOT in name for name in file.tensors)
+    is_alone = is_of_pictures and file.file != sidecars.PEFT_FILE  # PEFT does not look for it
+    if (convention == "peft" and is_alone) or (convention == "diffusers" and is_of_lycoris):
+        return _OWN["ai-toolkit"]
     return _OWN[convention]
 
 
@@ -325,8 +332,8 @@ def check_against(
 ) -> tuple[list[Finding], list[str]]:
     """Compare an adapter's modules with the base's; return what is wrong, and what could not be checked."""
     modules = parents_of(base.shapes)
-    has_plain_names = any(base_path(module.path) in modules for module in adapter.modules)
-    if family == "llm" or has_plain_names:
+    plain = [base_path(module.path) in modules for module in adapter.modules]
+    if family == "llm" or (any(plain) if family is None else all(plain)):
         return list(check_base(adapter, base.shapes)), []
     if family is not None:
         return list(_by_tables(adapter, ARCHITECTURES[family], base.shapes)), []
@@ -432,6 +439,15 @@ def _rules_of(loader: Loader) -> Callable[[AdapterFile, Loading], None]:
     return found
 
 
+def _is_unknown(file: AdapterFile, loader: Loader) -> bool:
+    """Has a family names in this loader that its table does not have?"""
+    family = ARCHITECTURES.get(file.architecture or "")
+    if family is None or family.is_known_elsewhere:
+        return False
+    is_foreign = loader == "diffusers" and any(name.startswith((*FOREIGN, ROOT)) for name in file.tensors)
+    return is_foreign or loader in ("comfyui", "kohya")
+
+
 def simulate(file: AdapterFile, loader: Loader, families: Sequence[ModelFamily] = ()) -> LoaderReport:
     """Say what a loader would make of an adapter for one of some model families, if it does not matter which."""
     reports = [_simulate(replace(file, architecture=family), loader) for family in families or (file.architecture,)]
@@ -451,13 +467,22 @@ def _simulate(file: AdapterFile, loader: Loader) -> LoaderReport:
     if loader == "vllm":
         hint += "; to use what vLLM does not support, merge it into the base: ckpt merge-lora"
     loads: bool | None = True
+    factor = None
     try:
-        _rules_of(loader)(file, loading)
+        if _is_unknown(file, loader):
+            loading.unchecked(file.file, f"how {loader} names the modules of {file.architecture} is not known to ckpt")
+        else:
+            _rules_of(loader)(file, loading)
+        factor = factor_of(file, loader, loading)
     except RejectedError as error:
         loads = False
         loading.used.clear()
         loading.say("loader-rejects", "error", file.file, f"{loader} refuses it: {error}", hint)
-    unmatched = tuple(name for name in file.tensors if name not in loading.used)
+    bundled = [name for name in file.tensors if name.startswith(BUNDLED)]
+    unmatched = tuple(name for name in file.tensors if name not in loading.used and name not in bundled)
+    if loads and bundled and loading.used:
+        what = f"it needs {counted(len(bundled), 'tensor')} of textual inversions in a file of their own"
+        loading.needs(bundled[0], what)
     if any(finding.code == "loader-unchecked" for finding in loading.findings):
         loads = None
     elif loads and not loading.used:
@@ -474,4 +499,5 @@ def _simulate(file: AdapterFile, loader: Loader) -> LoaderReport:
         num_matched=len(loading.used),
         unmatched=unmatched if loads is not None else (),
         findings=tuple(loading.findings),
+        factor=factor,
     )

@@ -6,6 +6,7 @@ adapter-rank            the factors of a module disagree on its rank
 adapter-dtype           a factor holds no floating-point numbers
 adapter-config          the configuration beside the tensors has another rank than these
 adapter-alpha-zero      the scale is 0: the adapter changes nothing
+adapter-alpha-differs   two places say two alphas
 adapter-alpha-missing   nothing says the alpha, and a loader would assume one
 adapter-zero            the factors multiply to 0: the adapter, or a part of it, changes nothing
 adapter-non-finite      infinite, or not a number
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,7 @@ from ckpt_tools.adapters.base.model import base_path, parents_of
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.families.family import Matrix
 from ckpt_tools.adapters.families.tokens import indices_of, why_wrong
-from ckpt_tools.adapters.settings import config_rank, said_zero
+from ckpt_tools.adapters.settings import TENSOR_ALPHA, config_rank, is_assumed, said_zero
 from ckpt_tools.checkpoint.dtypes import BY_TORCH_NAME, DType
 from ckpt_tools.checkpoint.entries import Finding, Severity, TensorEntry
 from ckpt_tools.checkpoint.transform import strip_wrappers
@@ -115,8 +116,26 @@ def check_structure(adapter: Adapter[F], *, base: Shapes | None = None, repairs:
             yield from _check_config(module, adapter)
             yield from _check_settings(module, adapter)
         yield from _check_alpha(module, adapter)
+    yield from _check_alphas([m for m in adapter.modules if not family_of(m).is_unranked(m.factors)])
     if base:
         yield from check_base(adapter, base)
+
+
+def _check_alphas(modules: Sequence[AdapterModule[F]]) -> Iterator[Finding]:
+    """Yield modules without the alpha that a tensor holds for others, and alphas of which another place knows none."""
+    alphas = [(module, module.alpha) for module in modules if module.alpha is not None]
+    lost = [module for module, alpha in alphas if is_assumed(alpha)]
+    if lost and any(alpha.source == TENSOR_ALPHA for _, alpha in alphas):
+        what = f"{len(lost)} of {len(alphas)} modules have no alpha, and the others have one"
+        hint = "was the adapter saved completely? Else export it with --alpha"
+        yield _finding("adapter-alpha-missing", lost[0].path, what, hint)
+    known = {alpha.value for _, alpha in alphas}
+    for module, alpha in alphas:
+        other = module.contradicted
+        if other is not None and other.value not in known:
+            what = f"alpha is {alpha.value:g} ({alpha.source}) and {other.value:g} ({other.source}): which was trained?"
+            hint = "give the alpha of the training run: ckpt export-lora SRC DST --alpha VALUE"
+            yield _finding("adapter-alpha-differs", module.path, what, hint, "warning")
 
 
 def _finding(code: str, where: str, what: str, hint: str | None = None, severity: Severity = "error") -> Finding:

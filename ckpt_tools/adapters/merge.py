@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpt_tools.adapters.adapter import TOKENS, Adapter
 from ckpt_tools.adapters.base.matching import BaseMatch, ChangedRows, match_any_spelling
 from ckpt_tools.adapters.base.model import live_tensors
-from ckpt_tools.adapters.base.reading import in_hub_names, refuse_changed
+from ckpt_tools.adapters.base.reading import in_hub_names, on_changed_base, refuse_changed
 from ckpt_tools.adapters.base.slots import find_slots, some
 from ckpt_tools.adapters.base.tensor_edit import Share, TensorEdit, TensorShare
 from ckpt_tools.adapters.base.tied import HEAD, Pair, refuse_equal, suspects, untied, with_tied_heads
@@ -106,14 +106,18 @@ def _share(job: Job, path: str, read: OpenedAdapter, weight: float, options: Mer
     if not all(module.parameter for module in adapter.modules):
         slots = find_slots(plain_names(base.checkpoint), base_config(base))
         adapter = settle_parameters(adapter, {name: slot.shape for name, slot in slots.items()})
-    adapter = with_alpha(adapter, options.alpha)
+    adapter = trained = with_alpha(adapter, options.alpha)
+    adapter = on_changed_base(trained)
     refuse_variants(adapter)
     hint = "merge it with PEFT: PeftModel.from_pretrained(model, ADAPTER).merge_and_unload(), then save_pretrained"
     refuse_carried(adapter, "merged by ckpt", hint)
     _refuse_broken(adapter)
     _check_scale(adapter, weight)
+    if adapter is not trained and weight != 1:
+        what = "an adapter whose base was changed before training cannot be scaled"
+        raise UsageError(what, where="--scale", hint="give it the weight 1")
     frozen = live_tensors(plain_names(base.checkpoint), base_config(base))
-    is_proven = bool(adapter.base_tensors) and refuse_changed(adapter, read.opened, base, frozen)
+    is_proven = bool(adapter.base_tensors) and refuse_changed(trained, read.opened, base, frozen)
     assumed = assumptions(adapter, is_base_proven=is_proven)
     if options.strict and assumed:
         finding = findings_of(assumed, strict=True)[0]
@@ -123,6 +127,8 @@ def _share(job: Job, path: str, read: OpenedAdapter, weight: float, options: Mer
     matched, match, respelled = match_any_spelling(adapter, loading, tensors, base_config(base))
     match, settled = with_tied_heads(base, tensors, matched, match)
     notes += [*respelled, *_notes(matched, match, weight)]
+    if adapter is not trained:
+        notes.append("the adapted weights are those of the training checkpoint, changed before training")
     notes += [f"assumed: {each.text}, which is not recorded. Otherwise: {each.otherwise}" for each in assumed]
     return Share(
         path=path,

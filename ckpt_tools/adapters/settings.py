@@ -21,10 +21,12 @@ from ckpt_tools.errors import UnreadableError, UsageError
 _UNIT_SCALE: Mapping[Convention, str] = {
     "diffusers": "diffusers' convention: alpha = rank where none is written",
     "ai-toolkit": "ai-toolkit's convention: alpha = rank where none is written",
+    "diffsynth": "DiffSynth-Studio's convention: its trainer sets alpha to the rank",
     "comfyui": "ComfyUI's convention: scale 1 where no alpha is written",
     "kohya": "kohya's convention: scale 1 where no alpha is written",
 }
 """Whose loaders take a missing alpha for a scale of 1. PEFT's do not: they take 8."""
+TENSOR_ALPHA = "tensor alpha"  # Source of an alpha that a tensor beside the factors holds
 _STACK = "experts"  # What transformers calls the module of all experts, which holds parameters and is no layer
 _MAX_ALPHA = 100_000  # Larger ones are slips: trainers take about the rank, rsLoRA its multiples
 ReadScalar = Callable[[TensorEntry], float | None]  # Returns the number that a tensor of one element holds
@@ -66,7 +68,7 @@ def settle_parameters(adapter: Adapter[TensorEntry], shapes: Shapes) -> Adapter[
             settled = replace(module, parameter="", rank=None)
         elif parameter and parameter != module.parameter and module.parameter in ("", "weight"):
             settled = _with_rank(replace(module, parameter=parameter), held, adapter.settings)
-            alpha = _alpha_beside(settled, adapter.settings, adapter.convention, Sidecars())
+            alpha = next(_alphas_beside(settled, adapter.settings, adapter.convention, Sidecars()), None)
             settled = replace(settled, alpha=alpha or module.alpha)
         modules.append(settled)
     return _with_targets(adapter.with_modules(modules))
@@ -158,15 +160,26 @@ def _with_alpha(
         if value is None:
             what = f"alpha {entry.fqn!r} is {entry.dtype.name} of shape {list(entry.shape)}, not one number"
             raise UnreadableError(what)
-        return replace(module, alpha=Sourced(value, "tensor alpha"))
+        module = replace(module, alpha=Sourced(value, TENSOR_ALPHA))
     if not family.is_scaled:
         return module
-    return replace(module, alpha=_alpha_beside(module, settings, convention, sidecars))
+    places = list(_alphas_beside(module, settings, convention, sidecars))
+    places = places if module.alpha is None else [module.alpha, *places]
+    is_told = sidecars.is_uniform and not family.is_unranked(factors)
+    said = [each for each in places if each.value and not is_assumed(each)] if is_told else []
+    other = next((each for each in said if said[0] is places[0] and each.value != said[0].value), None)
+    return replace(module, alpha=places[0] if places else None, contradicted=other)
 
 
-def _alpha_beside(
+def is_assumed(alpha: Sourced[float]) -> bool:
+    """Is an alpha a convention's, because nothing says it?"""
+    return alpha.source in _UNIT_SCALE.values()
+
+
+def _alphas_beside(
     module: AdapterModule[TensorEntry], settings: Settings, convention: Convention, sidecars: Sidecars
-) -> Sourced[float] | None:
+) -> Iterator[Sourced[float]]:
+    """Yield what every place but a tensor says, the one that counts first."""
     name = family_of(module).alpha_field
     component, _, inner = module.target.partition(".")
     path = inner if component in sidecars.components else module.target
@@ -174,19 +187,19 @@ def _alpha_beside(
     if patterns is not None:
         found, value = by_pattern(patterns.value, path, where="alpha_pattern")
         if found:
-            return Sourced(_number(value, "alpha_pattern"), f"alpha_pattern of {patterns.source}")
+            yield Sourced(_number(value, "alpha_pattern"), f"alpha_pattern of {patterns.source}")
     alpha = settings.get(name)
-    if alpha is not None and alpha.value:  # 0 is what verl writes where it does not know
-        return Sourced(_number(alpha.value, name), alpha.source)
+    if alpha is not None and alpha.value and (patterns is None or not found):  # 0: verl does not know
+        yield Sourced(_number(alpha.value, name), alpha.source)
     kernel = module.factors.get("A")
     is_conv = kernel is not None and len(kernel.shape) > 2 and math.prod(kernel.shape[2:]) > 1
     trainer = sidecars.conv_alpha if is_conv and sidecars.conv_alpha is not None else sidecars.alpha
     if trainer is not None and convention != "ai-toolkit":
-        return trainer
+        yield trainer
+        yield from sidecars.others if trainer is sidecars.alpha else ()
     reason = _UNIT_SCALE.get(convention)
-    if reason is None or module.rank is None:
-        return None
-    return Sourced(float(module.rank.value), reason)
+    if reason is not None and module.rank is not None:
+        yield Sourced(float(module.rank.value), reason)
 
 
 def with_alpha(adapter: Adapter[F], alpha: float | None) -> Adapter[F]:
@@ -216,7 +229,7 @@ def with_alpha(adapter: Adapter[F], alpha: float | None) -> Adapter[F]:
             return _unscaled(module)
         if alpha is None or not family_of(module).is_scaled:
             return module
-        return replace(module, alpha=Sourced(float(alpha), "--alpha"))
+        return replace(module, alpha=Sourced(float(alpha), "--alpha"), contradicted=None)
 
     return adapter.with_modules(map(settled, adapter.modules))
 
@@ -278,7 +291,7 @@ def assumptions(adapter: Adapter[F], *, is_base_proven: bool = False) -> tuple[A
     """Return what is assumed of an adapter with alphas; of a base that is not proven to be the trained one, more."""
     if adapter.convention != "peft" or "peft_type" in adapter.settings:
         return assumed_before(adapter)  # a configuration is there, or its ecosystem has no such setting
-    scaled = [m for m in adapter.modules if m.alpha is not None and m.alpha.source != "tensor alpha"]
+    scaled = [m for m in adapter.modules if m.alpha is not None and m.alpha.source != TENSOR_ALPHA]
     found = []
     if any(_RSLORA.field in family_of(module).peft_fields for module in scaled):
         found.append(_RSLORA)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isclose
+
 from ckpt_tools.adapters.check import LoraCheck
 from ckpt_tools.adapters.ecosystems.loader_report import LoaderReport
 from ckpt_tools.cli.build import CommandCall
@@ -63,6 +65,8 @@ def _verdict(report: LoaderReport) -> str:
         return "refuses it"
     if not report.changes:
         return "loads nothing, with a warning at most"
+    if report.factor is not None and not isclose(report.factor, 1, rel_tol=1e-4):
+        return f"loads it at {report.factor:.4g} times the trained strength"
     if not report.is_whole:
         return "loads it, but not as intended"
     return "loads it, whole" if report.is_proven else "loads it, if the base model has these modules"

@@ -23,11 +23,16 @@ def key_map(name: str, native: Mapping[str, torch.Tensor]) -> dict[str, Target]:
             table[f"lora_unet_{module.replace('.', '_')}"] = (key, None, False)
     if name in ("flux1", "flux2"):
         for path, target in _flux(native).items():
-            for spelling in (f"transformer.{path}", f"lycoris_{_flat(path)}", f"lora_transformer_{_flat(path)}"):
+            for spelling in (f"transformer.{path}", f"lycoris_{_flat(path)}", f"lora_transformer_{_flat(path)}", path):
                 table[spelling] = target
+    if name == "qwen_image":
+        for module in [key.removesuffix(".weight") for key in native if key.endswith(".weight")]:
+            table |= dict.fromkeys(
+                (module, f"transformer.{module}", f"lycoris_{_flat(module)}"), (f"{module}.weight", None, False)
+            )
     if name == "sd3":
         for path, target in _sd3(native).items():
-            for spelling in (f"transformer.{path}", f"lora_transformer_{_flat(path)}"):
+            for spelling in (f"transformer.{path}", f"lora_transformer_{_flat(path)}", f"base_model.model.{path}"):
                 table[spelling] = target
     return table
 
@@ -132,6 +137,13 @@ def _sd3(native: Mapping[str, torch.Tensor]) -> dict[str, Target]:
     return table
 
 
+PAIRS = (
+    ("lora_up.weight", "lora_down.weight"),
+    ("lora_B.weight", "lora_A.weight"),
+    ("lora_B.default.weight", "lora_A.default.weight"),
+)
+
+
 def patched(
     name: str, native: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], set[str]]:
@@ -139,7 +151,7 @@ def patched(
     weights = {key: tensor.clone() for key, tensor in native.items()}
     unused = set(tensors)
     for path, (key, rows, is_swapped) in key_map(name, native).items():
-        for up_end, down_end in (("lora_up.weight", "lora_down.weight"), ("lora_B.weight", "lora_A.weight")):
+        for up_end, down_end in PAIRS:
             up, down = tensors.get(f"{path}.{up_end}"), tensors.get(f"{path}.{down_end}")
             if up is None or down is None:
                 continue

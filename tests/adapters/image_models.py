@@ -89,11 +89,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, object]]
     "sd3": (sd3, sd3_inputs),
     "sdxl": (sdxl, sdxl_inputs),
 }
+OF_DIFFUSERS = ("aura_flow", "cosmos", "mochi", "kandinsky5", "krea2", "ideogram4", "ernie_image")
+"""Of whose names only diffusers' are known."""
 VIDEO = ("wan", "wan-vace", "wan-skyreels", "hunyuan_video", "hunyuan_video_1_5", "ltx", "ltx2", "cogvideox")
 ALL: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     **{name: (name, make) for name, (make, _) in MODELS.items()},
     **{name: (name, make) for name, make in MORE.items()},
-    **{name: (name.partition("-")[0], functools.partial(toy, name)) for name in VIDEO},
+    **{name: (name.partition("-")[0], functools.partial(toy, name)) for name in (*VIDEO, *OF_DIFFUSERS)},
 }
 """Model → (its family, its maker)."""
 COMPONENT = {"flux1": "transformer", "flux2": "transformer", "sd3": "transformer", "sdxl": "unet"}

@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 import torch
-from adapters.image_models import ALL, adapter, delta, linears, lora
+from adapters.image_models import ALL, OF_DIFFUSERS, adapter, delta, linears, lora
 from arrays import to_array
 from names.keymaps import assert_same, backward, forward
 from torch import nn
@@ -100,6 +100,7 @@ def test_base_is_told_by_its_class_and_by_its_weights(name: str) -> None:
     assert model_family_of(shapes, config).name == family(name).name
     of_layers = {key: tuple(tensor.shape) for key, tensor in weights(name).items()}
     by_weights = {"sd1": ("sd1", "sd2"), "sd2": ("sd1", "sd2"), "kolors": (), "ltx": ("ltx", "ltx2")}
+    by_weights |= dict.fromkeys(OF_DIFFUSERS, ())
     assert model_family_of(of_layers).possible == by_weights.get(name, (family(name).name,))
 
 

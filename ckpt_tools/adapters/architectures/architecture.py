@@ -62,6 +62,8 @@ class KeyConversion:
 
     when: str
     """Regular expression: where one name of the file contains it, all are converted."""
+    beside: str = ""
+    """Regular expression: one name contains that as well."""
     prefixes: tuple[str, ...]
     """What is taken off every name that begins with it; a flat one ends with an underscore."""
     spellings: tuple[Spelling, ...] = ("native",)
@@ -71,6 +73,8 @@ class KeyConversion:
     lacks: str = "(?!)"
     """Regular expression of native or diffusers paths, as they are spelled, or of a path with its suffix, that it does
     not convert."""
+    strips: str = ""
+    """What it takes out of every name first."""
     ignores: str = "(?!)"
     """Regular expression of names, without a prefix, that it leaves out."""
     refuses: str = "(?!)"
@@ -87,6 +91,10 @@ class KeyConversion:
     """Regular expression of native paths that not every model has: of all blocks or none."""
     together: tuple[str, ...] = ()
     """Parts of native paths: it raises where a file has some of them and not the others."""
+
+    def applies(self, names: Collection[str]) -> bool:
+        """Does it convert a file with these names?"""
+        return all(any(re.search(each, name) for name in names) for each in (self.when, self.beside))
 
     def why_not(self, paths: Collection[str]) -> str | None:
         """Return why it raises on a file with these native paths; None where it does not."""
@@ -123,6 +131,7 @@ class Architecture:
     """End of native paths of which a base has all or, where only some of its weights are there, none: with fewer blocks
     others have other numbers."""
     is_told_by_names: bool = True  # False where another family has the same names, and only the base tells
+    is_known_elsewhere: bool = True  # False where other tools may have it under names that are not known here
     sizes: tuple[Mapping[str, int], ...] = ()
     """How wide and deep published models are: end of a diffusers path → columns of its weight, and list of blocks →
     number of its last one."""

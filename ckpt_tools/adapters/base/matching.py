@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
 from ckpt_tools.adapters.base.slots import Slot, find_slots, num_rows, resolve, some
+from ckpt_tools.adapters.ecosystems.peft.config_rules import MODEL_TYPES
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.families.family import Matrix
 from ckpt_tools.adapters.read.assemble import known_shape
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from ckpt_tools.transfer.arrays import Array
 
 Module = AdapterModule[TensorEntry]
-_RESPELLED = ("kohya", "comfyui", "ai-toolkit", "diffusers")
+_RESPELLED = ("kohya", "comfyui", "ai-toolkit", "diffusers", "diffsynth")
 """Conventions whose names can be those of another implementation."""
 _BIAS = {"B_bias": "bias", "diff_b": "bias"}  # Factors that change the bias beside the weight
 
@@ -62,7 +63,7 @@ def match_modules(
     wanted = list(_wanted(adapter, slots))
     names, notes = resolve([name for _, _, name in wanted], slots, adapter.convention)
     given = {names[name]: adapter.modules[index] for index, role, name in wanted if role == "weight"}
-    orientation = _Orientation(adapter, tensors)
+    orientation = _Orientation(adapter, tensors, config)
     parts: dict[str, list[ChangedRows]] = defaultdict(list)
     problems: list[str] = []
     for index, role, name in wanted:
@@ -126,7 +127,10 @@ def _matrix(module: Module) -> Matrix:
 class _Orientation:
     """Says whether weights are stored as (in, out), as GPT-2's are."""
 
-    def __init__(self, adapter: Adapter[TensorEntry], tensors: Mapping[str, TensorEntry]) -> None:
+    def __init__(
+        self, adapter: Adapter[TensorEntry], tensors: Mapping[str, TensorEntry], config: Mapping[str, object]
+    ) -> None:
+        self._experts = config.get("model_type") in MODEL_TYPES["experts_in_out"] if "model_type" in config else None
         known = adapter.settings.get("fan_in_fan_out")
         if known is not None and not isinstance(known.value, bool | None):
             raise UsageError(f"fan_in_fan_out must be true or false, got {known.value!s}", where=known.source)
@@ -146,7 +150,9 @@ class _Orientation:
             return False
         if len(shape) == 3 and module.parameter != "weight":
             if made == shape[1:] and made[0] == made[1]:
-                raise _MismatchError("the experts are square, so it is not known whether they are transposed")
+                if self._experts is None:
+                    raise _MismatchError("the experts are square, and no config.json tells whether they are transposed")
+                return self._experts
             return made == shape[:0:-1]
         if len(shape) != 2 or made[0] != made[1]:
             return len(shape) == 2 and made != shape and made == shape[::-1]

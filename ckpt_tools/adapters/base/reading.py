@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from ckpt_tools.adapters.adapter import TOKENS, Adapter, AdapterModule, Sourced
+from ckpt_tools.adapters.adapter import SAVED, TOKENS, Adapter, AdapterModule, Sourced
 from ckpt_tools.adapters.architectures.choose import model_family_of
 from ckpt_tools.adapters.base.model import BaseModel, adapted_paths, as_named, live_tensors, without_predictors
 from ckpt_tools.adapters.base.slots import some, stacked_experts
 from ckpt_tools.adapters.base.tied import HEAD, tied_embeddings
-from ckpt_tools.adapters.ecosystems.peft.config_rules import changes_base
+from ckpt_tools.adapters.ecosystems.peft.config_rules import MODEL_TYPES, changes_base
 from ckpt_tools.adapters.families import FAMILIES, family_of
 from ckpt_tools.adapters.read.assemble import known_shape
 from ckpt_tools.adapters.read.opening import OpenedAdapter, TensorReader
@@ -25,26 +25,6 @@ from ckpt_tools.checkpoint.transform import plain_names
 from ckpt_tools.errors import UsageError
 from ckpt_tools.models.conventions import Convention, agreed, check_settings, conventions_of
 from ckpt_tools.text import natural_key
-
-_TASKS = {
-    "ForCausalLM": "CAUSAL_LM",
-    "LMHeadModel": "CAUSAL_LM",
-    "ForSequenceClassification": "SEQ_CLS",
-    "ForTokenClassification": "TOKEN_CLS",
-    "ForQuestionAnswering": "QUESTION_ANS",
-}
-"""End of an architecture's name → PEFT's task type. Source: peft 0.21 `utils/peft_types.py`."""
-_READS_NO_TEXT = frozenset(
-    {"audio_config", "conv_dim", "feature_projection_input_dim", "image_size", "input_feat_per_channel"}
-    | {"num_channels", "num_mel_bins", "patch_size", "vision_config"}
-)
-"""Fields of configs whose models take sound or images: with a task type PEFT's forward would give them `input_ids`."""
-_SEQ_2_SEQ = """
-    BigBirdPegasus Blenderbot BlenderbotSmall Bart FSMT LED LongT5 M2M100 MBart MT5 Mvp NllbMoe PLBart Pegasus PegasusX
-    ProphetNet SwitchTransformers T5 T5Gemma UMT5
-"""
-"""Models of whose …ForConditionalGeneration the first input is text: speech and image models are called alike.
-Source: transformers 5.23, `main_input_name` of every class of this name with `is_encoder_decoder`."""
 
 
 def read_base(path: str | os.PathLike[str]) -> BaseModel:
@@ -105,10 +85,10 @@ def _task_type(config: Mapping[str, object]) -> Sourced[object] | None:
     for name in architectures if isinstance(architectures, list) else ():
         if not isinstance(name, str):
             continue
-        if name.removesuffix("ForConditionalGeneration") in _SEQ_2_SEQ.split():
+        if name.removesuffix("ForConditionalGeneration") in MODEL_TYPES["text_first"]:
             return Sourced("SEQ_2_SEQ_LM", source)
-        for end, task in _TASKS.items():
-            if name.endswith(end) and (task == "CAUSAL_LM" or _READS_NO_TEXT.isdisjoint(config)):
+        for end, task in MODEL_TYPES["tasks"].items():
+            if name.endswith(end) and (task == "CAUSAL_LM" or {*MODEL_TYPES["of_pictures"]}.isdisjoint(config)):
                 return Sourced(task, source)
     return None
 
@@ -116,6 +96,21 @@ def _task_type(config: Mapping[str, object]) -> Sourced[object] | None:
 # The frozen weights that a training checkpoint holds beside its adapter, compared with the base of a merge.
 
 _MAX_VECTOR_ELEMS = 1 << 20  # Longer ones are not compared: what is read stays small
+
+
+def on_changed_base(adapter: Adapter[TensorEntry]) -> Adapter[TensorEntry]:
+    """Return PiSSA, OLoRA and the like with the weights that they left of the base, where the source holds all of them.
+
+    Whole tensors replace the base's before the factors are added, which then belong to a plain base.
+    """
+    adapted = [m for m in adapter.modules if not m.is_saved and m.family != TOKENS]
+    held = [(m, adapter.base_tensors.get(f"{m.path}.{m.parameter}")) for m in adapted]
+    if not changes_base(adapter) or any(entry is None or not entry.dtype.is_float for _, entry in held):
+        return adapter
+    left = [AdapterModule(path=m.path, family=SAVED, factors={m.parameter: e}) for m, e in held if e is not None]
+    init: Sourced[object] = Sourced(True, "the changed base is in the checkpoint")
+    settings = {**adapter.settings, "init_lora_weights": init}
+    return replace(adapter.with_modules((*adapter.modules, *left)), settings=settings)
 
 
 def refuse_changed(
@@ -140,9 +135,9 @@ def refuse_changed(
             f"{weight} in the checkpoint that holds the adapter differs from the base's: the adapter was "
             "trained on that one",
             where=weight,
-            hint="is it the base of the training run? PiSSA, OLoRA and the like change it before training: then "
-            "--config init_lora_weights=… makes it an adapter that PEFT loads and merges. To continue anyway, read "
-            f"only the factors: --include {_factors(adapter)}",
+            hint="is it the base of the training run? PiSSA, OLoRA and the like change it before training: --config "
+            "init_lora_weights=pissa (or olora, …) says so, and merge-lora then takes the changed weights from the "
+            "checkpoint",
         )
     vectors = [name for name in names if len(tensors[name].shape) == 1 and tensors[name].num_elems <= _MAX_VECTOR_ELEMS]
     changed = [name for name in vectors if differs(name)]

@@ -17,7 +17,9 @@ from ckpt_tools.adapters.architectures.names import ModulePlace, find, find_as, 
 from ckpt_tools.adapters.base.model import parents_of
 from ckpt_tools.adapters.ecosystems.loader_report import AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.ecosystems.peft.config_rules import Config, expected, is_target, rank_of
+from ckpt_tools.adapters.ecosystems.peft.files import ROOT
 from ckpt_tools.adapters.families import FAMILIES
+from ckpt_tools.adapters.read.assemble import parse_key
 from ckpt_tools.adapters.read.sidecars import DIFFUSERS_FILE, DIFFUSERS_KEY, DIFFUSERS_TRAPS
 
 _OLD_UNET = (
@@ -29,6 +31,8 @@ _OLD_UNET = (
 )
 _FLUX1_BLOCKS = {"double_blocks": 19, "single_blocks": 38}
 _ENDS = (".lora_A.weight", ".lora_B.weight", ".lora_B.bias", ".lora_magnitude_vector")
+
+COMPONENTS = ("transformer", "unet", "text_encoder", "text_encoder_2", "text_encoder_3")  # Models of a pipeline
 
 Keys = dict[str, str]  # Name after a conversion → name in the file
 
@@ -63,13 +67,16 @@ def _check_file(file: AdapterFile) -> None:
 def _flux1(keys: Keys, file: AdapterFile, architecture: Architecture, loading: Loading) -> None:
     if any(".lora_down.weight" in key for key in keys):
         keys = _flux1_kohya(keys, architecture, loading)
-    elif any("processor" in key for key in keys) or any("query_norm.scale" in key for key in keys):
-        loading.unchecked(file.file, "X-Labs' and BFL's own formats are not simulated")
+    elif any("processor" in key for key in keys):
+        keys = _flux1_xlabs(keys, architecture)
+    elif any("query_norm.scale" in key for key in keys):
+        loading.unchecked(file.file, "BFL's own format is not simulated")
         return
     elif any("base_model" in key for key in keys):
-        raise RejectedError("names with base_model are read as fal's, which must have every module of FLUX.1")
+        keys = _flux1_named(keys, architecture, ROOT)
     else:
         keys = _without_alphas(keys, file)
+        loading.spreads_alphas = True
     if not any("lora" in key for key in keys):
         raise RejectedError("no name contains 'lora'")
     _inject(keys, architecture, file, loading)
@@ -80,7 +87,7 @@ def _without_alphas(keys: Keys, file: AdapterFile) -> Keys:
     for key in alphas:
         if not file.tensors[keys[key]].dtype.name.startswith(("F", "BF")):
             raise RejectedError(f"{key} is not a floating-point number")
-    if alphas and _metadata(file):
+    if alphas and own_metadata(file, ""):
         raise RejectedError("it has alphas as tensors and lora_adapter_metadata in its header")
     return {key: name for key, name in keys.items() if key not in alphas} | {f"\0{key}": keys[key] for key in alphas}
 
@@ -93,8 +100,8 @@ def _flux1_kohya(keys: Keys, architecture: Architecture, loading: Loading) -> Ke
             for key, name in kept.items()
         }
     if any(key.startswith("lora_transformer_") for key in keys):
-        loading.unchecked(next(iter(keys)), "OneTrainer's names of FLUX.1 are not simulated")
-        return {}
+        kept = {key: name for key, name in keys.items() if not key.startswith("lora_unet_")}
+        return _flux1_named(kept, architecture, "lora_transformer_")
     found: Keys = {}
     for key, name in keys.items():
         flat = key.replace("diffusion_model.", "lora_unet_").replace("text_encoders.clip_l.transformer.", "lora_te_")
@@ -121,6 +128,34 @@ def _flux1_kohya(keys: Keys, architecture: Architecture, loading: Loading) -> Ke
             raise RejectedError(f"incompatible key {key}: block {number} of {_FLUX1_BLOCKS[container]}")
         else:
             found |= _spread(place, suffix, name)
+    return found
+
+
+def _flux1_xlabs(keys: Keys, architecture: Architecture) -> Keys:
+    found: Keys = {}
+    for key, name in keys.items():
+        hit = parse_key(key)
+        path = "" if hit is None else hit.path
+        place = find_as(path.replace("linear1_qkv", "linear1"), architecture.main, "native")
+        if hit is None or place is None:
+            found[key] = name
+            continue
+        parts = _spread(place, f"lora_{hit.role}.weight", name)
+        found |= dict(list(parts.items())[:3]) if path.endswith("linear1_qkv") else parts
+    return found
+
+
+def _flux1_named(keys: Keys, architecture: Architecture, start: str) -> Keys:
+    """Convert names of fal and OneTrainer, of which the family's table has the rules."""
+    conversion = next((each for each in architecture.conversions if re.search(each.when, start)), None)
+    if conversion is None:
+        raise RejectedError(f"it takes names with {start} for those of FLUX.1")
+    encoder = {key: name for key, name in keys.items() if key.startswith("lora_te1_")}
+    found = _convert(conversion, {key: name for key, name in keys.items() if key not in encoder}, architecture.main)
+    for key, name in encoder.items():
+        module, suffix = _cut(key)
+        place = _native(architecture.parts[1], module.removeprefix("lora_te1_"))
+        found |= _spread(place, suffix, name) if place is not None else {}
     return found
 
 
@@ -202,9 +237,7 @@ def _converted(keys: Keys, file: AdapterFile, architecture: Architecture, loadin
     if architecture.lokr and any(".lokr_" in key for key in keys):
         _lokr(keys, architecture, loading)
         return
-    conversion = next(
-        (each for each in architecture.conversions if any(re.search(each.when, key) for key in keys)), None
-    )
+    conversion = next((each for each in architecture.conversions if each.applies(keys)), None)
     if conversion is not None:
         keys = _convert(conversion, keys, architecture.main)
     elif file.base_class in architecture.classes and _applies_to_any(file):
@@ -218,6 +251,8 @@ def _convert(conversion: KeyConversion, keys: Keys, part: ModelPart) -> Keys:
     found: Keys = {}
     natives: set[str] = set()
     alphas: set[str] = set()
+    if conversion.strips:
+        keys = {key.replace(conversion.strips, ""): name for key, name in keys.items()}
     for key, name in keys.items():
         prefix = next((each for each in conversion.prefixes if key.startswith(each)), None)
         inner = key.removeprefix(prefix or "")
@@ -250,8 +285,7 @@ def _convert(conversion: KeyConversion, keys: Keys, part: ModelPart) -> Keys:
 def _check_blocks(natives: Collection[str], part: ModelPart, optional: str) -> None:
     """Raise where a block is not adapted as a whole, or one before it is not adapted at all."""
     numbers: dict[str, set[str]] = {}
-    for path in natives:
-        block, number, _ = path.split(".", 2)
+    for block, number, _ in (path.split(".", 2) for path in natives if path.count(".") > 1):
         numbers.setdefault(block, set()).add(number)
     for block, found in numbers.items():
         every = [line.spellings[0].names[0] for line in lines_of(part.sections)]
@@ -266,6 +300,9 @@ def _check_blocks(natives: Collection[str], part: ModelPart, optional: str) -> N
 def _ldm(keys: Keys, file: AdapterFile, architecture: Architecture, loading: Loading) -> None:
     if all(key.startswith(("lora_te_", "lora_unet_", "lora_te1_", "lora_te2_")) for key in keys):
         keys = _ldm_kohya(keys, architecture)
+        loading.spreads_alphas = True
+        if own_metadata(file, "") and any(key.startswith("\0") for key in keys):
+            raise RejectedError("it has alphas as tensors and lora_adapter_metadata in its header")
     else:
         _all_lora(keys)
     _inject(keys, architecture, file, loading)
@@ -339,9 +376,8 @@ def _inject(keys: Keys, architecture: Architecture, file: AdapterFile, loading: 
                 by_component.setdefault(part.component, {})[key[len(part.component) + 1 :]] = name
     for part in architecture.parts:
         if inside := by_component.get(part.component):
-            _inject_one(inside, part, loading)
-            document = _metadata(file)
-            if document and not any(key.startswith(f"{part.component}.") for key in document):
+            _inject_one(inside, part, file, loading)
+            if own_metadata(file, f"{part.component}.") == {}:
                 what = f"its header has no configuration of {part.component}: PEFT's defaults (rank 8) are used"
                 raise RejectedError(what)
     modules = set(loading.modules)
@@ -350,7 +386,7 @@ def _inject(keys: Keys, architecture: Architecture, file: AdapterFile, loading: 
     }
 
 
-def _inject_one(keys: Keys, part: ModelPart, loading: Loading) -> None:
+def _inject_one(keys: Keys, part: ModelPart, file: AdapterFile, loading: Loading) -> None:
     if part.is_encoder:
         keys = _encoder_names(keys, part)
     elif "lora_A" not in next(iter(keys)):
@@ -363,6 +399,15 @@ def _inject_one(keys: Keys, part: ModelPart, loading: Loading) -> None:
         found = find(path, part) if end else ()
         if any(part.is_encoder or (each.is_spelled("diffusers") and each.found == path) for each in found):
             loading.use(name, f"{part.component}.{path}")
+            _check_rank(path, end, file, name, part)
+    if not any(name in loading.used for name in keys.values()):
+        raise RejectedError(f"none of its names is a module of {part.component}")
+
+
+def _check_rank(path: str, end: str, file: AdapterFile, name: str, part: ModelPart) -> None:
+    config, rank = own_metadata(file, f"{part.component}."), file.tensors[name].shape[:1]
+    if end == ".lora_A.weight" and config and rank != (rank_of(config, path),):
+        raise RejectedError(f"size mismatch: {name} has rank {rank[0]}, its header says {rank_of(config, path)}")
 
 
 def _renamed(key: str) -> str:
@@ -385,11 +430,6 @@ def _encoder_names(keys: Keys, part: ModelPart) -> Keys:
     return keys
 
 
-def _metadata(file: AdapterFile) -> Mapping[str, object]:
-    document = _metadata_of(file)
-    return document if isinstance(document, dict) else {}
-
-
 _READERS: Mapping[str | None, Callable[[Keys, AdapterFile, Architecture, Loading], None]] = {
     None: _converted,
     "flux1": _flux1,
@@ -403,7 +443,7 @@ _READERS: Mapping[str | None, Callable[[Keys, AdapterFile, Architecture, Loading
 # Source: diffusers 0.42, loaders/peft.py (`PeftAdapterMixin.load_lora_adapter`), loaders/lora_pipeline.py
 # (`lora_state_dict` of the mixins: what is not under diffusers' own names is converted first, by rules of each family).
 
-_FOREIGN = ("diffusion_model.", "model.diffusion_model.", "lora_unet_", "lora_transformer_", "lora_te", "lycoris_")
+FOREIGN = ("diffusion_model.", "model.diffusion_model.", "lora_unet_", "lora_transformer_", "lora_te", "lycoris_")
 """Beginnings that the pipelines' converters look for."""
 _ENCODER = re.compile(r"text_encoder(?:_\d)?\.")
 _KEY = re.compile(
@@ -413,7 +453,7 @@ _KEY = re.compile(
 
 def _applies_to_any(file: AdapterFile) -> bool:
     """Are the base's modules known, and the names such as no pipeline converts?"""
-    is_foreign = any(name.startswith(_FOREIGN) or name.endswith(".alpha") for name in file.tensors)
+    is_foreign = any(name.startswith(FOREIGN) or name.endswith(".alpha") for name in file.tensors)
     return file.base is not None and not is_foreign
 
 
@@ -426,7 +466,7 @@ def _load_for_any(file: AdapterFile, loading: Loading) -> None:
     wrong = next((name for name in file.tensors if "lora" not in name), None)
     if wrong is not None:
         raise RejectedError(f"{wrong} does not contain 'lora'")
-    component = _component(file)
+    component = component_of(file)
     inside = {name.removeprefix(component): name for name in file.tensors if name.startswith(component)}
     for name in file.tensors:
         if _ENCODER.match(name):
@@ -435,29 +475,25 @@ def _load_for_any(file: AdapterFile, loading: Loading) -> None:
             loading.needs_base(name, what)
         elif not name.startswith(component):
             loading.ignored[name] = f"the name does not begin with {component}"
-    _load_inside(inside, file, _own_metadata(file, component), loading)
+    _load_inside(inside, file, own_metadata(file, component), loading)
 
 
-def _component(file: AdapterFile) -> str:
+def component_of(file: AdapterFile) -> str:
+    """Return what diffusers puts in front of the model's names."""
     if file.base_class is not None:
         return "unet." if file.base_class.startswith("UNet") else "transformer."
     return "unet." if any(name.startswith("unet.") for name in file.tensors) else "transformer."
 
 
-def _own_metadata(file: AdapterFile, component: str) -> Config | None:
-    if DIFFUSERS_KEY not in file.metadata:
-        return None
-    document = _metadata_of(file)
-    if not isinstance(document, dict):
-        raise RejectedError("its lora_adapter_metadata is not a JSON object")
-    return {key.removeprefix(component): value for key, value in document.items() if key.startswith(component)}
-
-
-def _metadata_of(file: AdapterFile) -> object:
+def own_metadata(file: AdapterFile, component: str) -> Config | None:
+    """Return the configuration of one model in the file's header; None where there is no header."""
     try:
-        return json.loads(file.metadata.get(DIFFUSERS_KEY, "null"))
+        document = json.loads(file.metadata.get(DIFFUSERS_KEY, "{}"))
     except (ValueError, RecursionError):
         raise RejectedError("its lora_adapter_metadata is not JSON") from None
+    if not isinstance(document, dict):
+        raise RejectedError("its lora_adapter_metadata is not a JSON object")
+    return {k.removeprefix(component): v for k, v in document.items() if k.startswith(component)} if document else None
 
 
 def _load_inside(keys: Mapping[str, str], file: AdapterFile, config: Config | None, loading: Loading) -> None:

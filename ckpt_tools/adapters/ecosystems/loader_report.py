@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partialmethod
 from typing import Literal
 
+from ckpt_tools.adapters.adapter import AdapterModule
 from ckpt_tools.adapters.architectures.architecture import ModelFamily
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG
 from ckpt_tools.checkpoint.entries import Finding, Severity, TensorEntry
@@ -30,8 +31,7 @@ class AdapterFile:
     base_class: str | None = None  # diffusers' class of the base model
     base_type: str | None = None  # transformers' type of the base model
     base_config: Mapping[str, object] = field(default_factory=dict)  # config.json of the base model
-    constrained: frozenset[str] = frozenset()
-    """Modules whose rotations have a constraint (alpha of LyCORIS' OFT and BOFT)."""
+    modules: tuple[AdapterModule[TensorEntry], ...] = ()  # What the adapter was trained to be, as ckpt reads it
 
 
 NEEDS_BASE = "loader-unchecked-base"  # Code of what a loader decides by the base model, which was not given
@@ -49,6 +49,7 @@ class Loading:
     """Tensor → modules of the model: several where a fused one is split."""
     ignored: dict[str, str] = field(default_factory=dict)  # Tensor → why the loader leaves it out
     findings: list[Finding] = field(default_factory=list)
+    spreads_alphas: bool = False  # A module without an alpha gets the one that most others have
 
     def use(self, name: str, module: str) -> None:
         """Note that a tensor goes into a module."""
@@ -88,6 +89,9 @@ class LoaderReport:
     num_matched: int
     unmatched: tuple[str, ...]
     findings: tuple[Finding, ...]
+    factor: float | None = None
+    """How many times the scale that was meant it applies, to the module where that is farthest from 1; None where it
+    loads no module whose scale is known."""
 
     @property
     def is_proven(self) -> bool:

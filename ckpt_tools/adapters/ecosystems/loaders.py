@@ -10,7 +10,7 @@ from ckpt_tools.adapters.architectures.architecture import Architecture, ComfyUI
 from ckpt_tools.adapters.architectures.names import find, find_as
 from ckpt_tools.adapters.base.model import parents_of
 from ckpt_tools.adapters.ecosystems.loader_report import AdapterFile, Loading, RejectedError
-from ckpt_tools.adapters.ecosystems.peft.config_rules import variants_in
+from ckpt_tools.adapters.ecosystems.peft.config_rules import MODEL_TYPES, variants_in
 from ckpt_tools.adapters.ecosystems.peft.files import ROOT
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, BASE_NORM, DORA_SCALE, PEFT_FILE
 
@@ -20,7 +20,7 @@ from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, BASE_NORM, DORA_SC
 # (`flux_to_diffusers`, `mmdit_to_diffusers`, `unet_to_diffusers`), comfy/weight_adapter.
 
 _COMFYUI_SUFFIX = re.compile(
-    r"(?P<module>.+?)(?:\.(?P<suffix>lora_up\.weight|lora_down\.weight|lora_mid\.weight|lora_A\.weight|lora_B\.weight"
+    r"(?P<module>.+?)(?:\.(?P<suffix>lora_up\.weight|lora_down\.weight|lora_mid\.weight|lora_[AB]\.(?:default\.)?weight"
     r"|lora\.up\.weight|lora\.down\.weight|lora_linear_layer\.(?:up|down)\.weight|alpha|dora_scale|hada_\w+|lokr_\w+"
     r"|diff|diff_b|w_norm|b_norm|set_weight|reshape_weight|oft_blocks|rescale|[ab][12]\.weight)"
     r"|(?P<old>_lora\.(?:up|down)\.weight))"
@@ -44,6 +44,10 @@ def load_in_comfyui(file: AdapterFile, loading: Loading) -> None:
     if architecture.comfyui is None:
         loading.ignored |= dict.fromkeys(file.tensors, f"ComfyUI does not support {architecture.title}")
         return
+    if any(marks <= file.tensors.keys() for marks in _OF_TOOLS):
+        for name in file.tensors:
+            loading.use(name, name.partition(".lora_")[0].partition(".processor")[0])
+        return
     for name in file.tensors:
         wrong = next((reason for end, reason in _WRONG.items() if end in name), None)
         if wrong is not None:
@@ -55,6 +59,14 @@ def load_in_comfyui(file: AdapterFile, loading: Loading) -> None:
             loading.use(name, module)
             _say_misread(name, hit["module"], hit["suffix"], file, loading)
     _drop_bare_alphas(loading)
+
+
+_OF_TOOLS = (
+    {"img_in.lora_A.weight", "single_blocks.0.norm.key_norm.scale"},
+    {"single_blocks.37.processor.qkv_lora.up.weight", "double_blocks.18.processor.qkv_lora2.up.weight"},
+)
+"""Names by which it recognises BFL's control LoRAs and USO's of X-Labs' names, and converts all.
+Source: ComfyUI, comfy/lora_convert.py."""
 
 
 def _say_misread(name: str, module: str, suffix: str | None, file: AdapterFile, loading: Loading) -> None:
@@ -70,7 +82,7 @@ def _say_misread(name: str, module: str, suffix: str | None, file: AdapterFile, 
             "differs"
         )
         loading.misreads(module, what, hint)
-    elif suffix == "oft_blocks" and module in file.constrained:
+    elif suffix == "oft_blocks" and any(m.path == module and m.alpha and m.alpha.value for m in file.modules):
         what = "ComfyUI uses alpha as the constraint itself, LyCORIS alpha times the outputs: the rotation differs"
         loading.misreads(module, what, hint)
     elif suffix == "rescale":
@@ -210,15 +222,6 @@ _EXPERTS = (".experts", f".experts{_INNER}")
 _HEADS = ("classifier", "score")  # What modules_to_save may name: the head of a classification model
 _HARMLESS_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 """Initialisations that it does not refuse; lora_ga changes the base all the same."""
-_REFUSED = {
-    "use_dora": "DoRA",
-    "lora_bias": "biases of LoRA (lora_bias)",
-    "alora_invocation_tokens": "aLoRA",
-    "layer_replication": "layer_replication",
-    "use_bdlora": "BD-LoRA",
-    "use_qalora": "QALoRA",
-}
-"""Setting → what it says that it does not support."""
 
 
 def load_in_vllm(file: AdapterFile, loading: Loading) -> None:
@@ -284,7 +287,7 @@ def _checked_config(file: AdapterFile) -> Mapping[str, object]:
         raise RejectedError(f"peft_type is {config.get('peft_type')!r}, but it supports only LORA")
     if other := [name for name in _saved_in(config) if name not in _HEADS]:
         raise RejectedError(f"modules_to_save may name {' or '.join(_HEADS)} only, not {other[0]!r}")
-    for name, what in _REFUSED.items():
+    for name, what in MODEL_TYPES["vllm_refuses"].items():
         if config.get(name):
             raise RejectedError(f"it does not support {what}")
     init = config.get("init_lora_weights")

@@ -86,7 +86,7 @@ def in_lycoris(
 
 def unsupported(adapter: Adapter[Array], architecture: Architecture, who: str) -> UsageError:
     """Return the error for a model that a target does not have."""
-    what = f"{who} no names for the modules of {architecture.title}"
+    what = f"{who} no names that ckpt knows for the modules of {architecture.title}"
     hint = "use --to diffusers or --to peft, for diffusers or PEFT"
     return UsageError(what, where=adapter.modules[0].path, hint=hint)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +20,7 @@ from ckpt_tools.text import natural_key
 
 _GENERIC = ("alpha", "magnitude", "rescale", "diff_b")  # Roles that come beside those of a family
 _WRAPPERS = re.compile(r"\.(?:base_layer|original_module|token_adapter)(?=\.)")
+NORM_SCALE = "_norm.scale"  # Ends the norms that control LoRAs of FLUX.1 replace
 _MAX_SAVED_EMBEDDINGS = 2  # PEFT saves `base_layer.weight` of targeted embeddings, of which a model has two
 
 
@@ -183,7 +186,7 @@ def _split_plain(
             return list(plain), []  # a state dict without frozen parameters: whatever is there was trained
         is_saved = _trained_with(trained, bias, adapted)
         return [i for i in plain if is_saved(i.name)], [i for i in plain if not is_saved(i.name)]
-    if convention == "peft":
+    if convention == "peft" or (convention == "diffusers" and all(item.name.endswith(NORM_SCALE) for item in plain)):
         return list(plain), []
     if is_training:
         return [], list(plain)
@@ -300,33 +303,23 @@ _WEAK = [
 ]
 _PROCESSOR = re.compile(r"(?P<path>.+)\.processor\.(?P<part>\w+)_lora\.(?P<side>down|up)\.weight")
 """Attention processors of old diffusers: the module is named by the processor's attribute."""
+_XLABS = re.compile(
+    r"(?:diffusion_model\.)?(?P<block>(?:double|single)_blocks\.\d+)\.processor\.(?P<part>\w+_lora\d?)\.(?P<side>down|up)\.weight"
+)
+XLABS: Mapping[str, str] = {
+    "qkv_lora1": "img_attn.qkv",
+    "qkv_lora2": "txt_attn.qkv",
+    "proj_lora1": "img_attn.proj",
+    "proj_lora2": "txt_attn.proj",
+    "proj_lora": "linear2",
+    "qkv_lora": "linear1_qkv",
+}
+"""X-Labs' attention processors of FLUX.1 → the authors' modules; the last one has the first rows of linear1."""
 _SAVED = re.compile(r"(?P<path>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<role>.+)")
 _BASE_LAYERS = re.compile(r"(?:\.base_layer)+$")
 
-_SURELY_REFUSED = (
-    (
-        r"(?:.+\.)?prompt_encoder\.[^.]+\.(?:(?:mlp|lstm)_head|transform\.[02]\.|(?:delta|trainable|frozen)_emb).*",
-        "prompt tuning whose embeddings PEFT computes when it saves them",
-    ),
-    (r"(?:.+\.)?adaption_(?:prompt|gate)(?:\..+)?", "LLaMA-Adapter (adaption prompt)"),
-    (r"(?:.+\.)?internal_xlora_classifier\..+", "X-LoRA"),
-    (r".+\.oft_r(?:\..+)?", "OFT of PEFT before 0.16, which no PEFT since can load"),
-    (r".+\.lora_arrow(?:\..+)?", "Arrow"),
-    (r".+\.lora_monteclora_sampler(?:\..+)?", "MonteCLoRA"),
-    (r".+\.lora_diag(?:\..+)?", "KaSA"),
-)
-"""Names that no base model has."""
-_REFUSED = (
-    (r"(?:.+\.)?prompt_encoder\..+", "prompt tuning"),
-    (r"(?:.+\.)?on_input", "IA³"),
-    (r"(?:.+\.)?(?:emb_params|string_to_param)(?:\..+)?|bundle_emb\..+", "textual inversion"),
-    (r".+\.(?:a1|a2|b1|b2|bm)\.weight", "GLoRA"),
-    (r".+\.lora_[AB]", "LoRA in the names of loralib and litgpt"),
-    (r".+\.(?:[qp]_layer\.weight|lambda_layer)", "T-LoRA"),
-    (r"(?:.+\.)?frod_\w+(?:\..+)?", "FRoD"),
-    (r"(?:.+\.)?shadow_\w+(?:\..+)?", "Shadow"),
-)
-"""Names that a base model may have as well: they count only where no supported adapter is found."""
+with open(os.path.join(os.path.dirname(__file__), "refused.toml"), "rb") as _file:
+    _REFUSED: Mapping[str, list[tuple[str, str]]] = tomllib.load(_file)
 _QUICK = re.compile(
     r"lora|hada_|lokr_|oft_|dora_scale|trainable_tokens_delta|\.adapter|\.(?:alpha|rescale|magnitude|diff|w_norm|diff_b|b_norm)$|modules_to_save|"
     r"\.[ab][12]\.weight$|"
@@ -342,6 +335,9 @@ def parse_key(name: str) -> Key | None:
     saved = _SAVED.fullmatch(name)
     if saved:
         return Key(path=saved["path"], family="saved", role=saved["role"], style="peft", adapter=saved["adapter"])
+    if (xlabs := _XLABS.fullmatch(name)) and xlabs["part"] in XLABS:
+        path, role = f"{xlabs['block']}.{XLABS[xlabs['part']]}", "A" if xlabs["side"] == "down" else "B"
+        return Key(path=path, family="lora", role=role, style="diffusers-old")
     processor = _PROCESSOR.fullmatch(name)
     if processor:
         part = "to_out.0" if processor["part"] == "to_out" else processor["part"]
@@ -385,5 +381,5 @@ def refused_kind(name: str, *, sure: bool) -> str | None:
     """Return the kind of a recognised, unsupported adapter; with `sure` only by names that no base model has."""
     if sure and not _QUICK_SURE.search(name):
         return None
-    table = _SURELY_REFUSED if sure else _SURELY_REFUSED + _REFUSED
+    table = _REFUSED["sure"] + ([] if sure else _REFUSED["unsure"])
     return next((kind for pattern, kind in table if re.fullmatch(pattern, name)), None)

@@ -18,9 +18,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention, Sourced
+from ckpt_tools.adapters.architectures import ARCHITECTURES, candidates
+from ckpt_tools.adapters.architectures.names import readings
 from ckpt_tools.adapters.families import FAMILIES, PEFT_TYPES
 from ckpt_tools.adapters.families.tokens import without_copies
 from ckpt_tools.adapters.read.assemble import (
+    NORM_SCALE,
     NamedFactor,
     assemble,
     is_for_training,
@@ -28,7 +31,7 @@ from ckpt_tools.adapters.read.assemble import (
     refused_kind,
     without_wrappers,
 )
-from ckpt_tools.adapters.read.sidecars import Sidecars, locate, read_sidecars
+from ckpt_tools.adapters.read.sidecars import MODEL_FAMILY, PEFT_FILE, Sidecars, locate, of_adapter, read_sidecars
 from ckpt_tools.adapters.settings import add_settings
 from ckpt_tools.checkpoint.entries import Checkpoint, TensorEntry
 from ckpt_tools.checkpoint.formats.blob_contents import check_sealed, revealed
@@ -44,11 +47,16 @@ if TYPE_CHECKING:
 
 _ROOT = re.compile(r"(?:(?:model|module|app|app_state|state_dict|model_state|state)\.)*base_model\.model\.")
 _STATE = re.compile(r"^(?:[^.]+\.)?state\.")
+_OF_FLUX1 = re.compile(rf"(?:diffusion_model\.)?double_blocks\.\d+\.(?:processor\.\w+_lora\d|.*{NORM_SCALE}$)")
 _PEFT_ROOT = "base_model.model."
 _LANGUAGE_MODEL = re.compile(r"transformer\.(?:h|encoder|wte|word_embeddings|output_layer)\.")
 """Language models (GPT-2, Falcon, Bloom, ChatGLM) whose own root is called like diffusers' component."""
 _COMPONENTS = ("transformer.", "unet.", "text_encoder.", "text_encoder_2.", "text_encoder_3.", "text_model.")
 """Prefixes by which a file names the parts of a diffusers pipeline."""
+
+
+BUNDLED = "bundle_emb."
+"""Begins the names of textual inversions that OneTrainer and A1111 put into the file of a LoRA."""
 
 
 class UnknownTypeError(UnreadableError):
@@ -96,14 +104,16 @@ def read_adapter(
             )
         opened = replace(whole, checkpoint=select(whole.checkpoint, include=include, exclude=exclude))
         check_sealed(opened)
-        sidecars = read_sidecars(location.sidecars, opened.metadata, is_training=opened.format.is_training)
-        sidecars = replace(sidecars, peft={**sidecars.peft, **(settings or {})})
-        _refuse_type(sidecars, path)
         named = _name(opened, path)
-        chosen, name = _choose(named, None if location.took_adapter else adapter_name, path)
+        chosen, name, is_one_of = _choose(named, None if location.took_adapter else adapter_name, path)
+        places = of_adapter(location.sidecars, name, is_one_of_several=is_one_of)
+        sidecars = read_sidecars(places, opened.metadata, is_training=opened.format.is_training)
+        stated = {**sidecars.stated, **_told_by_names(named)}
+        sidecars = replace(sidecars, peft={**sidecars.peft, **(settings or {})}, stated=stated)
+        _refuse_type(sidecars, path)
         adapter = assemble(
             chosen,
-            convention=_convention(chosen, sidecars),
+            convention=_convention(chosen, sidecars, is_alone=_is_alone(opened)),
             is_training=opened.format.is_training,
             trained=_trained(opened),
             bias=sidecars.peft["bias"].value if "bias" in sidecars.peft else None,
@@ -155,6 +165,7 @@ def _name(opened: Opened, path: str) -> list[NamedFactor]:
         what = f"adapters of {len(roots)} models: {shown}"
         raise UsageError(what, where=path, hint=f"choose one: --include {shlex.quote(min(roots) + '.**')}")
     has_any = any(item.key is not None and not item.key.is_weak for item in named)
+    named = [item for item in named if not (has_any and item.name.startswith(BUNDLED))]
     for sure in (True,) if has_any else (True, False):
         for item in named:
             if (item.key is None or (not has_any and item.key.is_weak)) and (
@@ -190,8 +201,8 @@ def _omitted(whole: Opened, chosen: Checkpoint) -> frozenset[str]:
     return frozenset(paths)
 
 
-def _choose(named: list[NamedFactor], adapter_name: str | None, path: str) -> tuple[list[NamedFactor], str]:
-    """Keep the tensors of one adapter, and whatever carries no adapter's name."""
+def _choose(named: list[NamedFactor], adapter_name: str | None, path: str) -> tuple[list[NamedFactor], str, bool]:
+    """Keep the tensors of one adapter, and whatever carries no adapter's name; say whether there are others."""
     names = sorted({item.key.adapter for item in named if item.key is not None and item.key.adapter is not None})
     shown = ", ".join(names)
     if adapter_name is not None and adapter_name not in names:
@@ -202,12 +213,16 @@ def _choose(named: list[NamedFactor], adapter_name: str | None, path: str) -> tu
         raise UsageError(f"{len(names)} adapters here: {shown}", where=path, hint=f"choose one: --adapter {names[0]}")
     chosen = adapter_name if adapter_name is not None else names[0] if names else None
     kept = [item for item in named if item.key is None or item.key.adapter in (None, chosen)]
-    return kept, chosen or "default"
+    return kept, chosen or "default", len(names) > 1
 
 
-def _convention(named: list[NamedFactor], sidecars: Sidecars) -> Convention:
+def _convention(named: list[NamedFactor], sidecars: Sidecars, *, is_alone: bool) -> Convention:
     keys = [item.key for item in named if item.key is not None]
-    if any(key.adapter is not None for key in keys) or any(_PEFT_ROOT in item.entry.fqn for item in named):
+    has_root = any(_PEFT_ROOT in item.entry.fqn for item in named)
+    if has_root or any(key.adapter is not None for key in keys):
+        families = candidates(key.path for key in keys) if is_alone and "peft_type" not in sidecars.peft else ()
+        if any(all(readings(key.path, ARCHITECTURES[name]) for key in keys) for name in families):
+            return "diffusers" if has_root else "diffsynth"
         return "peft"
     if any(FAMILIES[key.family].is_carried and not key.is_weak for key in keys):
         return "peft"
@@ -216,6 +231,8 @@ def _convention(named: list[NamedFactor], sidecars: Sidecars) -> Convention:
     paths = [key.path for key in keys]
     if styles["trainer"]:
         return "trainer"
+    if _told_by_names(named):
+        return "diffusers"
     if any(path.startswith("diffusion_model.") for path in paths):
         return "ai-toolkit" if sidecars.is_ai_toolkit else "comfyui"
     is_flat = all("." not in path for path in paths)
@@ -227,6 +244,18 @@ def _convention(named: list[NamedFactor], sidecars: Sidecars) -> Convention:
     if styles["diffusers-old"] or (is_pipeline and "peft_type" not in sidecars.peft):
         return "diffusers"
     return "kohya" if styles["lycoris"] else "peft"
+
+
+def _told_by_names(named: list[NamedFactor]) -> dict[str, Sourced[object]]:
+    """Return the family of which alone X-Labs and Black Forest Labs write adapters with names of their own."""
+    is_flux1 = any(_OF_FLUX1.match(item.name) for item in named)
+    return {MODEL_FAMILY[0]: Sourced("flux1", "names of its tensors")} if is_flux1 else {}
+
+
+def _is_alone(opened: Opened) -> bool:
+    """Is it one file, and not of the name for which PEFT needs a configuration?"""
+    files = [os.path.basename(name) for name in opened.checkpoint.files]
+    return not opened.format.is_training and len(files) == 1 and files[0] != PEFT_FILE
 
 
 def _trained(opened: Opened) -> frozenset[str] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ckpt_tools.adapters.adapter import Sourced
@@ -32,6 +32,11 @@ BASE_NORM = "base-norm"  # Value of `DORA_SCALE`: the magnitudes are to be divid
 ASSUMED = "ckpt_assumed"  # Header of exported files: what nothing said of the adapter, "use_rslora=false, …"
 MODEL_FAMILY = ("ss_base_model_version", "modelspec.architecture")
 """Header of kohya's tools and relatives: what model an adapter is for."""
+ARGUMENTS_HEADER = "header ss_network_args"
+_ALPHAS = ("ss_network_alpha", "lora_alpha", "network_alpha", "alpha")
+"""Header of kohya's tools, SGLang and others: the alpha of all modules."""
+_VARYING = ("block", "preset", "rs_lora", "reg_", "dynamic")
+"""Parts of the names of kohya's and LyCORIS' arguments that give modules alphas of their own."""
 _VERL = "lora_train_meta.json"
 _LYCORIS = "lycoris_config.json"
 _AI_TOOLKIT = ("config.yaml", "config.yml")
@@ -54,6 +59,8 @@ class Sidecars:
     components: Mapping[str, Mapping[str, Sourced[object]]] = field(default_factory=dict)
     """As `peft`, by the component of a pipeline (diffusers' header: "transformer", "text_encoder", …)."""
     alpha: Sourced[float] | None = None  # Of all modules, by a trainer's file or header
+    others: tuple[Sourced[float], ...] = ()  # As `alpha`, in other places of the header
+    is_uniform: bool = True  # Has every module of one kind that alpha, by what the trainer was told?
     conv_alpha: Sourced[float] | None = None  # As `alpha`, for convolutions with a kernel
     is_ai_toolkit: bool = False
     stated: Mapping[str, Sourced[object]] = field(default_factory=dict)
@@ -97,7 +104,9 @@ def read_sidecars(
     """
     peft: dict[str, Sourced[object]] = {}
     components = _diffusers_header(metadata)
-    alpha, conv_alpha = _kohya_header(metadata)
+    found = (_found(metadata.get(name), f"header {name}") for name in _ALPHAS)
+    alphas, arguments = [a for a in found if a is not None and a.value], _header_arguments(metadata)
+    alpha, conv_alpha = next(iter(alphas), None), _found(arguments.get("conv_alpha"), ARGUMENTS_HEADER)
     if "" in components:
         peft = dict(components[""])
     if DORA_SCALE in metadata:
@@ -128,7 +137,9 @@ def read_sidecars(
         peft=peft,
         components={name: fields for name, fields in components.items() if name},
         alpha=alpha,
+        others=tuple(alphas[1:]),
         conv_alpha=conv_alpha,
+        is_uniform=not any(word in name for name in arguments for word in _VARYING),
         is_ai_toolkit="ai-toolkit" in metadata.get("software", ""),
         stated={key: Sourced(metadata[key], f"header {key}") for key in (ASSUMED, *MODEL_FAMILY) if key in metadata},
     )
@@ -169,7 +180,9 @@ def _diffusers_header(metadata: Mapping[str, str]) -> dict[str, dict[str, Source
     """Source: diffusers `loaders/lora_base.py`: one flat object, every key behind the component's name."""
     text = metadata.get(DIFFUSERS_KEY)
     if text is None:
-        return {}
+        keys = {name.removesuffix(".lora_alpha"): name for name in metadata if name.endswith(".lora_alpha")}
+        found = {name: _found(metadata[key], f"header {key}") for name, key in keys.items()}
+        return {name: {"lora_alpha": Sourced(a.value, a.source)} for name, a in found.items() if a is not None}
     source = DIFFUSERS_HEADER
     document = parse_json(text.encode(), what=source, where=None, max_bytes=_MAX_BYTES)
     if not isinstance(document, dict):
@@ -181,16 +194,11 @@ def _diffusers_header(metadata: Mapping[str, str]) -> dict[str, dict[str, Source
     return components
 
 
-def _kohya_header(metadata: Mapping[str, str]) -> tuple[Sourced[float] | None, Sourced[float] | None]:
-    """Source: kohya-ss `train_network.py`: numbers as text, the module's arguments as JSON."""
-    alpha = _found(metadata.get("ss_network_alpha"), "header ss_network_alpha")
-    conv = None
-    if "ss_network_args" in metadata:
-        source = "header ss_network_args"
-        arguments = parse_json(metadata["ss_network_args"].encode(), what=source, where=None, max_bytes=_MAX_BYTES)
-        if isinstance(arguments, dict):
-            conv = _found(arguments.get("conv_alpha"), source)
-    return alpha, conv
+def _header_arguments(metadata: Mapping[str, str]) -> Mapping[str, object]:
+    """Source: kohya-ss `train_network.py`: the module's arguments as JSON."""
+    text = metadata.get("ss_network_args", "null")
+    arguments = parse_json(text.encode(), what=ARGUMENTS_HEADER, where=None, max_bytes=_MAX_BYTES)
+    return arguments if isinstance(arguments, dict) else {}
 
 
 def _ai_toolkit(source: Source, name: str) -> tuple[Sourced[float] | None, Sourced[float] | None]:
@@ -303,6 +311,17 @@ def locate(path: str, adapter_name: str | None) -> Location:
         hint = "use the trainer's sharded checkpoint (pytorch_model_fsdp_0, or its DCP directory)"
         raise UnreadableError(what, where=path, hint=hint)
     return Location(path=path, sidecars=_companion(path, ""))
+
+
+def of_adapter(
+    sidecars: tuple[tuple[str, frozenset[str]], ...], name: str, *, is_one_of_several: bool
+) -> Iterator[tuple[str, frozenset[str]]]:
+    """Yield the directories with one adapter's configuration: PEFT gives each but "default" one of its own."""
+    own = [os.path.join(directory, name) for directory, names in sidecars if ADAPTER_CONFIG in names]
+    own = [each for each in own if os.path.basename(name) == name and is_there(os.path.join(each, ADAPTER_CONFIG))]
+    is_shared = name == "default" or not (own or is_one_of_several)
+    yield from ((each, frozenset({ADAPTER_CONFIG})) for each in own)
+    yield from ((directory, names if is_shared else names - {ADAPTER_CONFIG}) for directory, names in sidecars)
 
 
 def _with_neighbours(path: str) -> str:

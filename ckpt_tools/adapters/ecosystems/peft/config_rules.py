@@ -10,10 +10,13 @@ Letters: e experts, o outputs, i inputs, r rank.
 
 from __future__ import annotations
 
+import os
 import re
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations
+from typing import Any
 
 from ckpt_tools.adapters.adapter import Adapter, F, Shape, Sourced
 from ckpt_tools.adapters.ecosystems.loader_report import Loading, RejectedError
@@ -27,18 +30,8 @@ _HARMLESS = (True, "gaussian", "lycoris")
 """Values of init_lora_weights and init_weights with which a new adapter changes nothing."""
 _NOT_FOR_PARAMETERS = ("use_dora", "lora_bias", "lora_dropout", "fan_in_fan_out", "velora_config", "kasa_config")
 _TASKS = ("SEQ_CLS", "SEQ_2_SEQ_LM", "CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
-_WITHOUT_IDS = """
-    audio-spectrogram-transformer beit bit canary cohere_asr conditional_detr convnext convnextv2 cvt data2vec-audio
-    data2vec-vision deformable_detr deit depth_anything detr dinat dinov2 dinov2_with_registers dinov3_convnext
-    dinov3_vit dpt efficientnet encodec focalnet glpn hiera hubert ijepa lasr_ctc levit mask2former maskformer mimi
-    mobilenet_v1 mobilenet_v2 mobilevit mobilevitv2 moonshine moonshine_streaming oneformer parakeet_ctc patchtsmixer
-    patchtst pix2struct poolformer pvt pvt_v2 regnet resnet rt_detr rt_detr_v2 sam sam2 segformer sew sew-d
-    siglip_vision_model clip_vision_model speech-encoder-decoder speech_to_text speecht5 superpoint swiftformer swin
-    swin2sr swinv2 table-transformer time_series_transformer timesfm timesformer unispeech unispeech-sat
-    vision-encoder-decoder videomae vit vit_mae vit_msn vitdet vitpose vivit vjepa2 wav2vec2 wav2vec2-bert
-    wav2vec2-conformer wavlm whisper yolos zoedepth
-"""
-"""transformers' types whose models take pictures or sound, and no input_ids."""
+with open(os.path.join(os.path.dirname(__file__), "model_types.toml"), "rb") as _file:
+    MODEL_TYPES: Mapping[str, Any] = tomllib.load(_file)
 Levels = Mapping[int, Mapping[str, Shape]]  # Number of wrappers outside → role → shape
 _MOST = 4
 """Parameters of one module that are tried in every order: which of them is the outer one, the model's class decides."""
@@ -79,7 +72,7 @@ def check_task(config: Config, model_type: str | None, loading: Loading) -> None
         return
     if task not in _TASKS:
         raise RejectedError(f"task_type is {task!r}, which is not one of {', '.join(_TASKS)}")
-    if model_type is not None and model_type in _WITHOUT_IDS.split():
+    if model_type is not None and model_type in MODEL_TYPES["without_input_ids"]:
         what = f"task_type is {task}: PEFT calls the model with input_ids, which a {model_type} model does not accept"
         hint = "set task_type to null: PEFT then passes on the arguments that it receives"
         loading.misreads(ADAPTER_CONFIG, what, hint)
@@ -189,7 +182,8 @@ def wrapped_parameters(config: Config, base: Mapping[str, Shape]) -> dict[str, l
     wanted = config.get("target_parameters")
     found: dict[str, list[str]] = defaultdict(list)
     for name in base if isinstance(wanted, list) and wanted else ():
-        if matched(wanted, name):
+        now = name.replace(".block_sparse_moe.", ".mlp.")  # as transformers 5 calls what Mixtral's files hold
+        if matched(wanted, name) and (now == name or now not in base):
             module, _, parameter = name.rpartition(".")
             found[module].append(parameter)
     return found
@@ -239,17 +233,7 @@ _FIRST_STABLE_MINOR = 18
 """Of PEFT 0.x: before it, Cayley-Neumann gave other rotations. Source: peft 0.21 `tuners/oft/config.py`."""
 
 
-_VARIANTS: Mapping[str, str] = {
-    "init_lora_weights": "the base was changed before training, and the factors belong to the changed base",
-    "use_qalora": "QALoRA pools the inputs before they reach the factors",
-    "alora_invocation_tokens": "aLoRA acts only on the tokens after its invocation",
-    "layer_replication": "layers are replicated, so the model is not the base's",
-    "use_bdlora": "BD-LoRA's factors are block-diagonal",
-    "arrow_config": "Arrow routes between several adapters",
-    "kasa_config": "KaSA changes the base, and adds a diagonal to the factors",
-    "monteclora_config": "MonteCLoRA draws random samples around the factors",
-    DORA_SCALE: "ckpt wrote its dora_scale for ComfyUI; other loaders compute something else from it",
-}
+_VARIANTS: Mapping[str, str] = {**MODEL_TYPES["variants"], DORA_SCALE: MODEL_TYPES["dora_scale"]}
 _NOT_EXPORTED = ("use_bdlora", "arrow_config", "kasa_config", "monteclora_config")
 """Of these, ckpt does not write PEFT's files either."""
 
