@@ -236,8 +236,9 @@ EXPORT = {
     "findings": FINDINGS, "push?": record(PUSH),
 }  # fmt: skip
 LOADER = {
-    "loader": str, "loads": bool | None, "changes": bool, "whole": bool, "proven": bool, "matched_modules": int,
-    "matched_tensors": int, "unmatched_tensors": int, "unmatched": STRINGS, "findings": FINDINGS,
+    "loader": str, "loads": bool | None, "changes": bool, "whole": bool, "proven": bool, "factor": float | None,
+    "matched_modules": int, "matched_tensors": int, "unmatched_tensors": int, "unmatched": STRINGS,
+    "findings": FINDINGS,
 }  # fmt: skip
 CHECK_LORA = {
     "ok": bool, "verdict": {"enum": ["loads", "fails", "unknown"]}, "identity": IDENTITY, "judges": STRINGS,

@@ -77,7 +77,7 @@ def command(
         from ckpt_tools.units import parse_duration
 
         set_storage(output.storage)
-        set_patience(parse_duration(output.patience), (lambda _: None) if output.quiet else note)
+        set_patience(parse_duration(output.patience), (lambda _: None) if output.is_silent else note)
         return run(CommandCall(function, given), *parts, output)
 
     callback.__dict__["__signature__"] = inspect.Signature(

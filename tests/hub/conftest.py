@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hub.local_hub import WRITE_TOKEN, Hub, local_hub
@@ -16,6 +18,7 @@ from huggingface_hub import constants
 from samples import write_model
 
 from ckpt_tools.cli import main
+from ckpt_tools.storage.remote import web
 
 NOWHERE = "http://127.0.0.1:9"
 """The address that the client had when it was imported: whatever still goes there is a bug."""
@@ -31,6 +34,8 @@ def hub() -> Iterator[Hub]:
 def naps(monkeypatch) -> list[float]:
     """Pauses between tries, which are noted and not made."""
     taken: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(taken), sleep=taken.append)
+    monkeypatch.setattr(web, "time", clock)
     monkeypatch.setattr("time.sleep", taken.append)
     return taken
 

@@ -17,6 +17,7 @@ from names.keymaps import Tensors, assert_same, described, done
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.checkpoint.names import single_files
 from ckpt_tools.checkpoint.names.single_files import convert
 from ckpt_tools.cli import main
@@ -33,6 +34,7 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
         name: make
         for name, (_, make) in ALL.items()
         if name not in ("sana", "kolors", "hunyuan_video_1_5", "cogvideox")
+        and (name not in ARCHITECTURES or ARCHITECTURES[name].is_known_elsewhere)
     },
     "flux1": partial(toy, "flux1", num_single_layers=3),
     "flux1-schnell": partial(toy, "flux1", guidance_embeds=False),

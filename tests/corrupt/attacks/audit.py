@@ -170,6 +170,10 @@ def _warm_up(corpus: Corpus, work: Path) -> list[list[str]]:
     """Every command once in each of its forms, so that what the product loads lazily is loaded."""
     bases = next(iter(corpus.cases.values())).bases
     runs: list[list[str]] = []
+    (work / "warm-empty").mkdir()
+    (work / "warm-file").write_bytes(b"x" * 99)
+    # So that the table of formats that are not read is.
+    runs += [["inspect", str(work / name)] for name in ("warm-empty", "warm-file")]
     llama = work / "warm-llama"  # so that the table of architectures is read
     llama.mkdir()
     (llama / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
