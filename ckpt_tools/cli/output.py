@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from ckpt_tools.errors import CkptError
 from ckpt_tools.options import AnyPath, ProgressFactory
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 
 PLAIN_INTERVAL_S = 30.0  # Seconds between progress lines when stderr is not a terminal
-_LIVE_INTERVAL_S = 0.1  # Of a line that changes
 
 
 def print_json(document: Mapping[str, object]) -> None:
@@ -91,10 +90,10 @@ def print_notes(error: BaseException) -> None:
 
 
 class ChangingLine:
-    """One line of stderr that changes; only on a terminal, unless `forced`."""
+    """One line of stderr that changes; only on a terminal."""
 
-    def __init__(self, *, shown: bool, forced: bool = False) -> None:
-        self.is_shown = shown and (forced or sys.stderr.isatty())
+    def __init__(self, *, shown: bool) -> None:
+        self.is_shown = shown and sys.stderr.isatty()
         self._is_open = False
 
     def show(self, text: str) -> None:
@@ -122,7 +121,7 @@ def waiting(output: OutputOptions, what: str) -> Iterator[Callable[[str], None]]
 
     def say_instead(text: str) -> None:
         nonlocal what
-        what = text or what
+        what = text
 
     if output.is_silent:
         yield say_instead
@@ -150,43 +149,53 @@ def progress_of(output: OutputOptions) -> Iterator[ProgressFactory | None]:
     if output.is_silent or output.progress == "none":
         yield None
         return
-    line = ChangingLine(shown=output.has_bars, forced=True)
+    if not output.has_bars:
+        yield _Plain
+        return
+    from tqdm import tqdm
+
+    bars: list[tqdm[NoReturn]] = []
+
+    class Bar:
+        def __init__(self, total: int) -> None:
+            self._bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, file=sys.stderr, leave=False)
+            bars.append(self._bar)
+
+        def __call__(self, nbytes: int) -> None:
+            self._bar.update(nbytes)
+
+        def count(self, what: str, number: int, total: int) -> None:
+            self._bar.set_postfix_str(f"{what} {number:,} of {total:,}", refresh=False)
+
     try:
-        yield lambda total: _Receiver(total, line)
+        yield Bar
     finally:
-        line.close()
+        for bar in bars:
+            bar.close()
 
 
-class _Receiver:
-    """Shows how far a command is, in a line that changes or one every 30 s.
+class _Plain:
+    """Prints how far a command is, every 30 s: `12.4/48.0 GiB 26% 1.1 GiB/s ETA 0:00:32, tensor 120 of 291`."""
 
-    `12.4/48.0 GiB 26% 1.1 GiB/s ETA 0:00:32, tensor 120 of 291`
-    """
-
-    def __init__(self, total: int, line: ChangingLine) -> None:
-        self._total, self._done, self._counted = total, 0, ""
-        self._line, self._lock = line, threading.Lock()
+    def __init__(self, total: int) -> None:
+        self._total, self._done, self._counted, self._lock = total, 0, "", threading.Lock()
         self._start = self._last = time.monotonic()
-        if line.is_shown:
-            self._show(self._start)
 
     def __call__(self, nbytes: int) -> None:
         with self._lock:
             self._done += nbytes
             now = time.monotonic()
-            if now - self._last >= (_LIVE_INTERVAL_S if self._line.is_shown else PLAIN_INTERVAL_S):
-                self._last = now
-                self._show(now)
+            if now - self._last < PLAIN_INTERVAL_S:
+                return
+            self._last = now
+            rate, share = self._done / (now - self._start), 100 * self._done // max(self._total, 1)
+            left = f" ETA {format_duration((self._total - self._done) / rate)}" if rate else ""
+            held = f"{format_size(self._done)}/{format_size(self._total)} {share}% {format_size(rate)}/s"
+            note(f"{held}{left}{self._counted}")
 
     def count(self, what: str, number: int, total: int) -> None:
         """Take how many of something are done."""
         self._counted = f", {what} {number:,} of {total:,}"
-
-    def _show(self, now: float) -> None:
-        rate, share = self._done / max(now - self._start, 1e-9), 100 * self._done // max(self._total, 1)
-        left = f" ETA {format_duration((self._total - self._done) / rate)}" if rate else ""
-        held = f"{format_size(self._done)}/{format_size(self._total)} {share}% {format_size(rate)}/s"
-        (self._line.show if self._line.is_shown else note)(f"{held}{left}{self._counted}")
 
 
 # `--html FILE`: the result of a command as a page, beside what it prints.

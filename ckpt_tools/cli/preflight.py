@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -164,7 +164,7 @@ def _config_sections(
     for path, about in marked.items():
         near = {line + i for line in about if line for i in range(-2, 3)}
         with suppress(OSError):
-            lines = [(i, text, about.get(i, ())) for i, text in enumerate(_lines(path), 1) if i in near]
+            lines = [(i, text, about.get(i, ())) for i, text in _lines(path, near)]
             parts += [page.Excerpt(path, lines)] * bool(lines)
     return [page.PageSection("In the config", parts)] if parts else []
 
@@ -178,12 +178,15 @@ _HIDDEN = re.compile(
 _SHOWN = re.compile(r"\s*(?:- )*(?:--?[a-z]|(?:export\s+)?[\w.\"'-]+\s*[:=]|[\[\]{}#]|$)|.*\s--[a-z]", re.IGNORECASE)
 """Not a value on a line of its own."""
 _MAX_CONFIG_BYTES = 4 << 20
+_MAX_LINE_CHARS = 400
 
 
-def _lines(path: str) -> Iterator[str]:
-    """Yield the lines of a config without what may be a secret."""
+def _lines(path: str, wanted: Collection[int]) -> Iterator[tuple[int, str]]:
+    """Yield some lines of a config by their numbers, each up to `_MAX_LINE_CHARS`, without what may be a secret."""
     with open(path, "rb") as file:
         content = file.read(_MAX_CONFIG_BYTES).removesuffix(b"\n")
     known = {each.line for each in find_secrets(path, [content])}
-    for number, line in enumerate(content.decode(errors="replace").split("\n"), 1):
-        yield _HIDDEN.sub(r"\1…", line.rstrip()) if number not in known and _SHOWN.match(line) else "…"
+    for number, whole in enumerate(content.decode(errors="replace").split("\n"), 1):
+        line = whole[:_MAX_LINE_CHARS].rstrip()
+        if number in wanted:
+            yield number, _HIDDEN.sub(r"\1…", line) if number not in known and _SHOWN.match(line) else "…"

@@ -26,6 +26,7 @@ from ckpt_tools.options import takes
 from ckpt_tools.options.estimate import DEFAULT_LORA_RANK
 from ckpt_tools.sandbox.child import Child, Here, build_in_sandbox
 from ckpt_tools.storage.locations import exists, is_directory, is_file, likely
+from ckpt_tools.storage.source import read_named_file
 from ckpt_tools.text import escape_name
 
 ESTIMATE = "ckpt_tools.estimate.run:estimate_in_child"
@@ -59,8 +60,10 @@ def estimate(options: EstimateOptions) -> Estimate:
 
 
 def _pass_on(child: Child[Estimate], on_case: Callable[[str], None]) -> None:
-    with suppress(OSError), open(os.path.join(child.directory, _PROGRESS), encoding="utf-8") as file:
-        on_case(file.read())
+    with suppress(CkptError):  # it has not begun; what it writes is a stranger's
+        said = read_named_file(os.path.join(child.directory, _PROGRESS), what="its progress", max_bytes=100)
+        if said:  # it is not just being written
+            on_case(escape_name(said.decode("utf-8", "replace")))
 
 
 @contextmanager

@@ -421,7 +421,8 @@ class Push:
             hub = self._hub = Hub(account, options.repo, revision=options.revision, log=self._log)
             receiver = options.progress(sum(chosen.values())) if options.progress is not None else None
             self._local = digest_files(source, chosen, num_workers=self._num_workers, progress=receiver)
-            texts = {"the commit message": options.commit_message, "the name of the branch": options.revision}
+            named = {"the commit message": options.commit_message, "the name of the branch": options.revision}
+            texts = {**named, "the name of the repository": options.repo}
             self._not_searched = refuse_secrets(source, self._local.values(), account.token, texts)
             self._find_remote()
             self._add_card()

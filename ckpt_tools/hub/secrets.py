@@ -60,7 +60,6 @@ _CLOSED = {
     b"%PDF": "a PDF, whose streams are compressed",
 }
 """How a file begins that packs what is not looked into → what it is."""
-_PACKED_NAMES = (".zip", ".npz", ".gz", ".tgz", ".bz2", ".xz", ".png", ".tar")
 _FAULTS: tuple[type[Exception], ...] = (zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, struct.error)
 _FAULTS += (EOFError, OSError, ValueError, RuntimeError, MemoryError, OverflowError)
 
@@ -147,6 +146,9 @@ def _search_file(
     try:
         for name, member in _members(file, head):
             inner = f"{path}!{escape_name(name)}"
+            if member is None:
+                unsearched.append((inner, "encrypted"))
+                continue
             part: IO[bytes] = io.BufferedReader(_Unpacked(member, budget), 1 << 16)
             if _is_packed(part.peek(512)):  # type: ignore[attr-defined]
                 if depth == _MAX_DEPTH:
@@ -193,8 +195,8 @@ def _is_packed(head: bytes) -> bool:
     return head.startswith((*_UNPACK, b"PK\3\4", b"\x89PNG")) or head[257:262] == b"ustar"
 
 
-def _members(file: IO[bytes], head: bytes) -> Iterator[tuple[str, IO[bytes]]]:
-    """Yield (name, content) of what a file packs so that its own bytes do not show it."""
+def _members(file: IO[bytes], head: bytes) -> Iterator[tuple[str, IO[bytes] | None]]:
+    """Yield (name, content) of what a file packs so that its own bytes do not show it; None for what is encrypted."""
     if not _is_packed(head):
         return
     file.seek(0)
@@ -205,15 +207,17 @@ def _members(file: IO[bytes], head: bytes) -> Iterator[tuple[str, IO[bytes]]]:
         with zipfile.ZipFile(file) as archive:
             for info in archive.infolist():
                 if info.flag_bits & 1:
-                    raise _UnsearchedError("encrypted")
-                if info.compress_type != zipfile.ZIP_STORED or info.filename.lower().endswith(_PACKED_NAMES):
-                    with archive.open(info) as member:
+                    yield info.filename, None
+                    continue
+                with archive.open(info) as member:
+                    is_plain = info.compress_type == zipfile.ZIP_STORED
+                    if not is_plain or _is_packed(member.peek(512)):  # type: ignore[attr-defined]
                         yield info.filename, member
     elif head[257:262] == b"ustar":
         with tarfile.open(fileobj=file, mode="r:") as archive:
             for entry in archive:
                 inside = archive.extractfile(entry) if entry.isfile() else None
-                if inside is not None and entry.name.lower().endswith(_PACKED_NAMES):
+                if inside is not None and _is_packed(inside.peek(512)):  # type: ignore[attr-defined]
                     yield entry.name, inside
     elif head.startswith(b"\x89PNG"):
         yield from _png_texts(file)

@@ -345,6 +345,8 @@ CARRIERS: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
     "pickle": ("pytorch_model.bin", lambda token: pickle.dumps({"args": [token.decode()]})),
     "zip": ("logs.zip", _zip("run.log", zipfile.ZIP_DEFLATED)),
     "zip in zip": ("all.zip", lambda token: _zip("in.zip", zipfile.ZIP_STORED)(_zip("x", zipfile.ZIP_DEFLATED)(token))),
+    "stored document": ("all.zip", lambda t: _zip("a.docx", zipfile.ZIP_STORED)(_zip("x", zipfile.ZIP_DEFLATED)(t))),
+    "tar in tar.gz": ("all.tar.gz", lambda token: _tar(_tar(token))),
     "npz": ("a.npz", _npz),
     "gz": ("log.gz", gzip.compress),
     "bz2": ("log.bz2", bz2.compress),
@@ -403,7 +405,7 @@ def test_what_cannot_be_searched_is_listed() -> None:
         ("e.parquet", b"PAR1xxxx", "Parquet"),
         ("f.zip", deep, "deeper than 3 archives"),
     ):
-        ((path, said),) = searched(name, content)
+        (path, said), *_ = searched(name, content)
         assert path.partition("!")[0] == name
         assert why in said
 
