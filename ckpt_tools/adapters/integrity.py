@@ -133,7 +133,8 @@ def _check_alphas(modules: Sequence[AdapterModule[F]]) -> Iterator[Finding]:
     for module, alpha in alphas:
         other = module.contradicted
         if other is not None and other.value not in known:
-            what = f"alpha is {alpha.value:g} ({alpha.source}) and {other.value:g} ({other.source}): which was trained?"
+            said = f"{other.value:g}" if math.isfinite(other.value) else "no number"
+            what = f"alpha is {alpha.value:g} ({alpha.source}) and {said} ({other.source}): which was trained?"
             hint = "give the alpha of the training run: ckpt export-lora SRC DST --alpha VALUE"
             yield _finding("adapter-alpha-differs", module.path, what, hint, "warning")
 

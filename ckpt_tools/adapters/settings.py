@@ -168,6 +168,8 @@ def _with_alpha(
     is_told = sidecars.is_uniform and not family.is_unranked(factors)
     said = [each for each in places if each.value and not is_assumed(each)] if is_told else []
     other = next((each for each in said if said[0] is places[0] and each.value != said[0].value), None)
+    if places and is_assumed(places[0]) and convention != "ai-toolkit":  # which overrides what its header says
+        other = sidecars.unreadable
     return replace(module, alpha=places[0] if places else None, contradicted=other)
 
 

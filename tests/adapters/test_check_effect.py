@@ -338,6 +338,8 @@ DAMAGES = {
     "all alphas lost": (KOHYA, lost(".alpha")),
     "another network_alpha": (KOHYA, header_of("ss_network_alpha", "16")),
     "a second alpha in the header": (KOHYA, header_of("lora_alpha", "32")),
+    "an alpha in the header that is no number": ("diffusers, no alpha", header_of("lora_alpha", "x")),
+    "an infinite alpha in the header": ("diffusers, no alpha", header_of("network_alpha", "1e400")),
     "half of the ups lost": (KOHYA, lost(".lora_up.weight", every=2)),
     "half of the downs lost": (KOHYA, lost(".lora_down.weight", every=2)),
     "ups and downs exchanged": (KOHYA, exchanged("lora_up", "lora_down")),
@@ -374,6 +376,14 @@ def test_no_damage_is_called_whole(damage: str, sd3: Path, tmp_path: Path) -> No
     make(tensors, metadata)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata=metadata)
     assert verdict_of(file, sd3, loader) != "loads"
+
+
+@pytest.mark.parametrize("said", ["Dynamic", "None", ""])
+def test_header_without_a_number_says_nothing_against_alphas(said: str, sd3: Path, tmp_path: Path) -> None:
+    """As sd-scripts' own resizing writes it: the tensors tell."""
+    tensors, _ = SPELLINGS[KOHYA]("sd3", trained("sd3"))
+    save_file(tensors, tmp_path / "a.safetensors", metadata={"ss_network_alpha": said})
+    assert verdict_of(tmp_path / "a.safetensors", sd3, "comfyui") == "loads"
 
 
 def verdict_of(file: Path, base: Path, loader: str) -> str:

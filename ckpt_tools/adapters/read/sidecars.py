@@ -35,6 +35,7 @@ MODEL_FAMILY = ("ss_base_model_version", "modelspec.architecture")
 ARGUMENTS_HEADER = "header ss_network_args"
 _ALPHAS = ("ss_network_alpha", "lora_alpha", "network_alpha", "alpha")
 """Header of kohya's tools, SGLang and others: the alpha of all modules."""
+_NONE = (None, "", "None", "null")  # What says that there is none
 _VARYING = ("block", "preset", "rs_lora", "reg_", "dynamic")
 """Parts of the names of kohya's and LyCORIS' arguments that give modules alphas of their own."""
 _VERL = "lora_train_meta.json"
@@ -60,6 +61,7 @@ class Sidecars:
     """As `peft`, by the component of a pipeline (diffusers' header: "transformer", "text_encoder", …)."""
     alpha: Sourced[float] | None = None  # Of all modules, by a trainer's file or header
     others: tuple[Sourced[float], ...] = ()  # As `alpha`, in other places of the header
+    unreadable: Sourced[float] | None = None  # NaN, from a place of the header that has an alpha and no number
     is_uniform: bool = True  # Has every module of one kind that alpha, by what the trainer was told?
     conv_alpha: Sourced[float] | None = None  # As `alpha`, for convolutions with a kernel
     is_ai_toolkit: bool = False
@@ -104,8 +106,9 @@ def read_sidecars(
     """
     peft: dict[str, Sourced[object]] = {}
     components = _diffusers_header(metadata)
-    found = (_found(metadata.get(name), f"header {name}") for name in _ALPHAS)
-    alphas, arguments = [a for a in found if a is not None and a.value], _header_arguments(metadata)
+    found = {name: _found(metadata[name], f"header {name}") for name in _ALPHAS if metadata.get(name) not in _NONE}
+    odd = next((Sourced(math.nan, f"header {name}") for name, each in found.items() if each is None), None)
+    alphas, arguments = [a for a in found.values() if a is not None and a.value], _header_arguments(metadata)
     alpha, conv_alpha = next(iter(alphas), None), _found(arguments.get("conv_alpha"), ARGUMENTS_HEADER)
     if "" in components:
         peft = dict(components[""])
@@ -138,6 +141,7 @@ def read_sidecars(
         components={name: fields for name, fields in components.items() if name},
         alpha=alpha,
         others=tuple(alphas[1:]),
+        unreadable=odd,
         conv_alpha=conv_alpha,
         is_uniform=not any(word in name for name in arguments for word in _VARYING),
         is_ai_toolkit="ai-toolkit" in metadata.get("software", ""),
