@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np  # first: beside a thread that is importing it, ml_dtypes, which reaches into it, fails
+
+# isort: split
 import ml_dtypes
-import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_tools.checkpoint.dtypes import BY_TORCH_NAME, DType

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from itertools import permutations
 
+import numpy as np  # first, as in transfer/arrays.py
+
+# isort: split
 import ml_dtypes
-import numpy as np
 
 from ckpt_tools.adapters.base.tensor_edit import TensorEdit
 from ckpt_tools.adapters.families.changes import WeightChange

@@ -160,8 +160,10 @@ def _run(entry: TensorEntry, place: tuple[int, ...]) -> tuple[str, int, int] | N
 
 def _is_rounded(raw: Mapping[DType, bytes]) -> bool:
     """Are these numbers, by their dtypes, equal, the finer ones rounded to the coarser?"""
+    import numpy as np  # first, as in transfer/arrays.py
+
+    # isort: split
     import ml_dtypes  # only where sets of two dtypes lie together
-    import numpy as np
 
     kinds: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
     fine, coarse = (
