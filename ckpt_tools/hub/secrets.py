@@ -18,6 +18,7 @@ import struct
 import tarfile
 import zipfile
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import IO, Any, NamedTuple
@@ -140,7 +141,7 @@ def _search_file(
     """
     blocks = iter(functools.partial(file.read, BLOCK_BYTES), b"")
     head = next(blocks, b"")
-    yield from find_secrets(path, chain([head], blocks), token)
+    yield from _find(path, chain([head], blocks), token)
     if why := next((why for magic, why in _CLOSED.items() if head.startswith(magic)), None):
         unsearched.append((path, why))
     try:
@@ -245,7 +246,12 @@ def find_secrets(path: str, blocks: Iterable[bytes], token: str | None = None) -
 
     `token` is a secret in any form.
     """
-    found: dict[tuple[int, str], Secret] = {}
+    return tuple(_find(path, blocks, token))
+
+
+def _find(path: str, blocks: Iterable[bytes], token: str | None) -> Iterator[Secret]:
+    """Yield them as the blocks come: whatever ends those early, what was seen is known."""
+    found: set[tuple[int, str]] = set()
     lines, left = 0, b""
     following = iter(blocks)
     block: bytes | None = next(following, b"")
@@ -262,10 +268,11 @@ def find_secrets(path: str, blocks: Iterable[bytes], token: str | None = None) -
             for position, kind in sorted(_search(view, token)):
                 if position < stop:
                     line = 1 + lines + view.count(b"\n", 0, position)
-                    found.setdefault((line, kind), Secret(path, line, kind))
+                    if (line, kind) not in found:
+                        yield Secret(path, line, kind)
+                    found.add((line, kind))
         lines += window.count(b"\n", 0, end)
         block = after
-    return tuple(found.values())
 
 
 Rules = Mapping[bytes, Sequence[tuple[str, re.Pattern[bytes], re.Pattern[bytes], bool]]]
@@ -301,11 +308,9 @@ def _search(block: bytes, token: str | None) -> Iterator[tuple[int, str]]:
             continue
         if token and token.encode() in plain:
             yield start, _OWN
-        for position, kind in _match(plain):  # its line has the same number in both
-            line_start = 0
-            for _ in range(plain.count(b"\n", 0, position)):
-                line_start = window.find(b"\n", line_start) + 1
-            yield start + line_start, kind
+        lines, same_lines = ([0, *(each.end() for each in re.finditer(b"\n", text))] for text in (window, plain))
+        for position, kind in _match(plain):
+            yield start + lines[bisect_right(same_lines, position) - 1], kind
 
 
 _OWN = "your own access token of the hub"

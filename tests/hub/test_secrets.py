@@ -415,6 +415,14 @@ def test_archive_that_unpacks_without_end_is_left(monkeypatch) -> None:
     assert searched("bomb.gz", gzip.compress(bytes(4 << 20))) == (("bomb.gz", "more is packed in it than is unpacked"),)
 
 
+def test_what_is_seen_before_an_archive_ends_early_is_a_secret(monkeypatch) -> None:
+    monkeypatch.setattr(secrets, "MAX_UNPACKED_BYTES", 20 << 20)
+    token = TOKENS[0][1].encode()
+    for content in (gzip.compress(token + bytes(30 << 20)), gzip.compress(token + bytes(20 << 20))[:-30]):
+        with pytest.raises(UsageError, match="Hugging Face"):
+            searched("log.gz", content)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_no_secret_is_seen_in_random_weights(seed: int) -> None:
     draw = np.random.default_rng(seed)
