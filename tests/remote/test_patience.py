@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from samples import files_of, tensor, write_model
@@ -13,6 +15,7 @@ from samples import files_of, tensor, write_model
 from ckpt_tools import api
 from ckpt_tools.cli import main
 from ckpt_tools.storage.remote import patience
+from ckpt_tools.storage.remote.store import Bucket
 
 BIG = {f"layers.{i}.w": tensor("BF16", 64, 1 << 12, seed=i) for i in range(12)}
 OUTAGE_S = 4.0
@@ -102,3 +105,19 @@ def test_nobody_watches_when_nothing_is_under_way(monkeypatch) -> None:
     while any(thread.name == "ckpt-store-watch" for thread in threading.enumerate()) and time.monotonic() < ends:
         time.sleep(0.01)
     assert not any(thread.name == "ckpt-store-watch" for thread in threading.enumerate())
+
+
+def test_pages_of_a_listing_are_requests_of_their_own(monkeypatch) -> None:
+    """Whoever takes long over what was listed does not wait for the store."""
+    said: list[str] = []
+    monkeypatch.setattr(patience, "_LOOK_S", 0.01)
+    monkeypatch.setattr(patience, "LATE_S", 0.05)
+    monkeypatch.setattr(patience, "_watcher", None)
+    patience.set_patience(9.0, said.append)
+    bucket = Bucket.__new__(Bucket)
+    bucket.root, bucket.store = "s3://b", None
+    row = {"path": "a", "size": 1, "last_modified": datetime.now(UTC), "e_tag": None, "version": None}
+    bucket.obstore = SimpleNamespace(list=lambda *_, **__: [[row]] * 3)
+    for _ in bucket.list(""):
+        time.sleep(0.15)
+    assert said == []

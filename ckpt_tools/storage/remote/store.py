@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from importlib.util import find_spec
+from itertools import count
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -119,12 +120,15 @@ class Bucket:
 
     def list(self, prefix: str) -> Iterator[StoredObject]:
         """Yield the objects below `prefix` (whole path segments), in pages of a thousand, in the order of the store."""
-        with self.telling(prefix, "LIST"):
-            for number, page in enumerate(self.obstore.list(self.store, prefix or None, chunk_size=_PAGE_KEYS)):
-                if number * _PAGE_KEYS > MAX_FILES:
-                    raise LimitError(f"the store lists more than {MAX_FILES} objects", where=self.label(prefix))
-                for meta in page:
-                    yield _stored(meta)
+        pages: Iterator[Any] = iter(self.obstore.list(self.store, prefix or None, chunk_size=_PAGE_KEYS))
+        for number in count():
+            with self.telling(prefix, "LIST"):  # each page is a request
+                page = next(pages, None)
+            if page is None:
+                return
+            if number * _PAGE_KEYS > MAX_FILES:
+                raise LimitError(f"the store lists more than {MAX_FILES} objects", where=self.label(prefix))
+            yield from map(_stored, page)
 
     def head(self, key: str) -> StoredObject:
         """Return what the store says of an object."""
