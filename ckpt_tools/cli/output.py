@@ -156,7 +156,7 @@ def progress_of(output: OutputOptions) -> Iterator[ProgressFactory | None]:
 
     bars: list[tqdm[NoReturn]] = []
 
-    class Bar:
+    class TransferBar:
         def __init__(self, total: int) -> None:
             self._bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, file=sys.stderr, leave=False)
             bars.append(self._bar)
@@ -168,7 +168,7 @@ def progress_of(output: OutputOptions) -> Iterator[ProgressFactory | None]:
             self._bar.set_postfix_str(f"{what} {number:,} of {total:,}", refresh=False)
 
     try:
-        yield Bar
+        yield TransferBar
     finally:
         for bar in bars:
             bar.close()
