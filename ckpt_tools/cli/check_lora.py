@@ -22,12 +22,15 @@ def run(call: CommandCall[LoraCheck], output: OutputOptions) -> int:
     if output.json:
         print_json(result.to_dict())
         return 0 if result.ok else 3
-    note_identities([result.identity] if result.identity is not None else [], output)
+    if result.convention is None:  # else the lines on the adapter say more
+        note_identities([result.identity] if result.identity is not None else [], output)
     say_findings(result.findings, most=None if output.verbose else _MAX_SHOWN)
     if not output.quiet:
         if result.convention is not None:
             _say_adapter(result, verbose=output.verbose)
         if result.loaders:
+            if (base := call.given.get("base")) is not None:
+                say(f"compared with {escape_name(str(base))}: modules and shapes")
             _say_loaders(result, verbose=output.verbose)
         for text in result.not_checked:
             note(f"not checked: {text}")
@@ -49,6 +52,7 @@ def _say_adapter(result: LoraCheck, *, verbose: bool) -> None:
 
 def _say_loaders(result: LoraCheck, *, verbose: bool) -> None:
     told = set(result.findings)
+    say("loaders (* decides):")
     for report in result.loaders:
         total = report.num_matched + len(report.unmatched)
         counts = f"{report.num_matched} of {total} tensors, {counted(len(report.matched), 'module')}"

@@ -110,7 +110,8 @@ def _summary(difference: Difference) -> str:
     if len(sizes) > 1:
         most, fqn = max(sizes)
         usual = median(size for size, _ in sizes)
-        text += f"\nrelative change {format_number(usual, 2)}, most {format_number(most, 2)}: {escape_name(fqn)}"
+        figures = f"median {format_number(usual, 2)}, most {format_number(most, 2)}"
+        text += f"\nrelative change |B − A| / |A| of the tensors that differ: {figures}: {escape_name(fqn)}"
     return text
 
 

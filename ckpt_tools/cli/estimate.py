@@ -41,12 +41,10 @@ def _print(result: Estimate, output: OutputOptions) -> None:
     screen = terminal()
     if not output.quiet:
         _print_table(screen, result)
-        margin = result.cases[0].margin
-        screen.line(
-            f"  margin: {format_size(margin.context)} CUDA context, {format_size(margin.workspace)} workspaces, "
-            f"{format_size(margin.nccl)} NCCL, {format_size(margin.fragmentation)} fragmentation",
-            "dim",
-        )
+        best = _best_first(result)[0]
+        kinds = {"CUDA context": "context", "workspaces": "workspace", "NCCL": "nccl", "fragmentation": "fragmentation"}
+        sizes = [f"{format_size(getattr(best.margin, name))} {what}" for what, name in kinds.items()]
+        screen.line(f"  margin of {best.case.label}: {', '.join(sizes)}", "dim")
         if output.verbose:
             _print_peaks(screen, result)
         for text in result.notes:

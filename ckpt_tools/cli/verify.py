@@ -58,7 +58,7 @@ def run(call: CommandCall[Verification], view: VerifyView, output: OutputOptions
     if not output.quiet:
         for text in _unproven(result, output):
             note(text)
-        _say_state(paths[0], result)
+        _say_state(paths[0], result, call.given.get("against"))
     return 0 if result.ok else 3
 
 
@@ -110,8 +110,11 @@ def _say_causes(result: Verification, output: OutputOptions) -> None:
         say(f"… and {len(causes) - len(shown):,} more causes (-v shows all)")
 
 
-def _say_state(path: str, result: Verification) -> None:
+def _say_state(path: str, result: Verification, against: object = None) -> None:
     state = "ok" if result.ok else "NOT ok"
+    if against is not None and result.ok and result.level != "structure":
+        is_all = not any(text.startswith("against the reference") for text in result.not_checked)
+        state += f", the same as {escape_name(str(against))}" + ", but for what was not compared" * (not is_all)
     data = f", {format_size(result.nbytes)} of data" if result.level != "structure" else ", headers only"
     share = "" if result.share is None else f"part {result.share} "
     held = f"{counted(result.tensors, 'tensor')}, {counted(result.chunks, 'chunk')}{data}"

@@ -13,7 +13,7 @@ from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME
 from ckpt_tools.checkpoint.formats.opening import Opened, open_path, read_file
 from ckpt_tools.checkpoint.formats.scan import DANGER
 from ckpt_tools.checkpoint.formats.step import may_be_repository
-from ckpt_tools.checkpoint.names import is_factor
+from ckpt_tools.checkpoint.names import is_adapter, is_factor
 from ckpt_tools.checks.values import VALUE_CODES
 from ckpt_tools.checks.verify import verify
 from ckpt_tools.errors import CkptError, PartError, UnreadableError, UsageError
@@ -176,7 +176,8 @@ def _check_opened(opened: Opened, root: str, inside: set[str], num_workers: int,
         hint = f"run ckpt verify {root} for all findings"
         raise UnreadableError(what, where=f"{root}: {errors[0].where}", hint=hint)
     notes += [f"{each.code}: {each.where}: {each.what}" for each in result.findings if each.code in VALUE_CODES]
-    notes.append(opened.identity.title)
+    if not is_adapter([entry.fqn for entry in opened.checkpoint.tensors]):
+        notes.append(opened.identity.title)
     if not result.tensors:
         raise UnreadableError("the checkpoint contains no tensors", where=root)
     return result.tensors

@@ -86,11 +86,13 @@ def with_keys(text: str, changes: Mapping[str, object]) -> str:
 
 
 def name_base(text: str, base_model: str | None) -> str:
-    """Put a hub id where a card names its base model by a path, as PEFT writes it; refuse it where that cannot be."""
+    """Put a hub id where a card names its base model by a path or by "", as PEFT does; refuse a path that stays."""
     known = read_front_matter(text)
     value, tags = known.get("base_model"), known.get("tags")
-    values = value if isinstance(value, list) else [] if value is None else [value]
+    values = [each for each in (value if isinstance(value, list) else [value]) if each not in (None, "")]
     paths = [str(each) for each in values if not is_hub_id(str(each))]
+    if base_model is not None and "base_model" in known and not values:
+        return with_keys(text, {"base_model": base_model})
     if not paths:
         return text
     if base_model is not None and len(values) == 1:

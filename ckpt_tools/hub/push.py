@@ -502,8 +502,9 @@ class Push:
         if text is not None:
             text, before = name_base(text, asked.base_model), text
             if text != before:
-                new = asked.base_model
-                self._notes.append(f"{CARD_NAME} named the base model by a local path: the uploaded card names {new}")
+                old = read_front_matter(before).get("base_model")
+                how = "the base model by a local path" if old else "no base model"
+                self._notes.append(f"{CARD_NAME} named {how}: the uploaded card names {asked.base_model}")
         gallery: tuple[Sample, ...] = ()
         if asked.samples is not None:
             gallery, notes = add_gallery(os.fspath(asked.samples), self._directory, self._local)
@@ -511,7 +512,7 @@ class Push:
         said = (CardFacts() if text is None else facts_in(text)).or_else(asked)
         facts = facts_of(source, self._local, self._kind, self._adapters, base_model=said.base_model)
         facts = replace(said.or_else(facts), gallery=gallery)
-        if text is None or "base_model" not in read_front_matter(text):
+        if text is None or not read_front_matter(text).get("base_model"):
             self._notes += facts.notes
         if text is None and facts.is_empty:
             return

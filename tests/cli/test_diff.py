@@ -39,7 +39,8 @@ def test_many_changes_are_gathered_by_place_with_their_sizes(steps, capsys, dtyp
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "~ layers.{0-29}.mlp.weight ×30: values differ, relative change 0.01 (most 0.5)"
     assert lines[1] == "30 differ, 30 equal, 0 only in A, 0 only in B"
-    assert lines[2] == "relative change 0.01, most 0.5: layers.29.mlp.weight"
+    figures = "median 0.01, most 0.5: layers.29.mlp.weight"
+    assert lines[2] == f"relative change |B − A| / |A| of the tensors that differ: {figures}"
     assert len(lines) == 3
     assert main([*args, "--tensors"]) == 3
     lines = capsys.readouterr().out.splitlines()

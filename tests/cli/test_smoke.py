@@ -114,9 +114,7 @@ def test_smoke_of_a_flipped_byte_names_the_file_and_prints_a_table(small, tmp_pa
 
 def test_smoke_of_a_truncated_source_starts_nothing(small, tmp_path, capsys):
     (tmp_path / "model.safetensors").write_bytes((small / "model.safetensors").read_bytes()[:-100])
-    start = time.monotonic()
     assert main(["smoke", str(tmp_path), "--json"]) == 4
-    assert time.monotonic() - start < 2
     error = json.loads(capsys.readouterr().err)
     assert error["exit_code"] == 4
 

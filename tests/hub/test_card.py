@@ -20,7 +20,7 @@ from samples import safetensors_bytes, tensor
 
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.hub.card import CardFacts, LoadFacts, build_card, notes_on
-from ckpt_tools.hub.front_matter import hub_id_of, read_front_matter
+from ckpt_tools.hub.front_matter import hub_id_of, name_base, read_front_matter
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
@@ -287,3 +287,11 @@ def test_pushed_adapter_loads_by_the_code_of_its_card(hub: Hub, push_json, envir
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == expected
+
+
+def test_card_that_names_no_base_model_gets_the_one_that_is_given() -> None:
+    """PEFT writes base_model: '' where it knows none."""
+    text = "---\nbase_model: ''\nlibrary_name: peft\n---\n\n# x\n"
+    assert read_front_matter(name_base(text, "org/base")) == {"base_model": "org/base", "library_name": "peft"}
+    assert name_base(text, None) == text
+    assert name_base(text.replace("''", "[]"), "org/base") == text.replace("''", "org/base")

@@ -286,10 +286,10 @@ def test_push_card_keeps_its_base_and_license_and_says_so(hub: Hub, push_json, t
     (adapter / "README.md").write_text(text)
     (tmp_path / "a.jpg").write_bytes(b"x")
     (tmp_path / "a.txt").write_text("cat")
-    (_, note) = push_json(adapter, "me/a", "--samples", tmp_path, "-n")["notes"]
+    (note,) = push_json(adapter, "me/a", "--samples", tmp_path, "-n")["notes"]
     assert "has no <Gallery />" in note
     document = push_json(adapter, "me/a", "--base-model", "org/other", "--license", "apache-2.0", "--tag", "x")
-    (_, note) = document["notes"]
+    (note,) = document["notes"]
     assert "keeps its own values: base_model: org/mine; license: mit; tags: None" in note
     card = card_of(hub, "me/a")
     assert 'from_pretrained("org/mine")' in card

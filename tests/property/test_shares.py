@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -197,17 +196,15 @@ def test_share_of_a_large_plan_is_planned_alone() -> None:
     source = Checkpoint(root="", format="hf", tensors=entries, files={span.file: span.nbytes})
     cells = cut_tensor(shape, mesh, {"dp_shard": Shard(0)}).cells
     tracemalloc.start()
-    start = time.process_time()
     target = place(entries, dict.fromkeys((entry.fqn for entry in entries), cells))
     names = list(target.files)
     share = frozenset(names[i] for i in split(list(target.files.values()), 512)[7])
     files = Plan(source, target, {}).files_of(share)
-    seconds, (_, peak) = time.process_time() - start, tracemalloc.get_traced_memory()
+    _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(files) == 8
     assert sum(len(file.copies) for file in files) == 8 * count
     assert peak < 16 << 20
-    assert seconds < 10
     some = restrict(target, frozenset(names[:2])).tensors[5]
     assert [*some.chunks] == [*target.tensors[5].chunks[:2]]
     assert [*places_of(some.chunks)] == [(c.span.file, c.box, c.span.offset, c.encoding) for c in some.chunks]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -292,7 +291,6 @@ def _sweep(store: Put, proxy: Proxy, source: Path, tmp_path: Path, step: int) ->
     for fault, at, times in runs[::step]:
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         proxy.arm(fault, at=at, times=times)
-        began = time.monotonic()
         error = _error_of(lambda: api.gather(path, tmp_path / "out", num_workers=2))
         if error is None:
             differ = {name for name, _ in files_of(tmp_path / "out").items() ^ expected.items()}
@@ -303,7 +301,6 @@ def _sweep(store: Put, proxy: Proxy, source: Path, tmp_path: Path, step: int) ->
             assert any(name in said for name in objects), (fault, at, said)
             assert not [secret for secret in SECRETS if secret in said], (fault, at, said)
             assert not (tmp_path / "out").exists()
-        assert time.monotonic() - began < 30, (fault, at)
 
 
 @pytest.mark.full

@@ -67,7 +67,7 @@ def test_patience_ends_and_says_so(seaweed, proxy, use, tmp_path: Path, capsys) 
     proxy.fail("503", at=0, seconds=60.0)
     began = time.monotonic()
     assert main(["shard", str(model), f"{root}/a", "--mesh", "2", "--patience", "7s"]) == 1
-    assert 2.0 < time.monotonic() - began < 17.0
+    assert 2.0 < time.monotonic() - began < 50.0  # 7 s, and not the minute of the outage
     said = capsys.readouterr().err
     assert "does not answer; it is asked again for up to 7 s (--patience)" in said
     assert "503 SlowDown" in said

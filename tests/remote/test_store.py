@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -104,13 +103,11 @@ def test_writer_leaves_nothing_when_it_is_left_by_an_error(bucket: Bucket) -> No
 def test_error_names_the_object_and_no_secret(bucket: Bucket, proxy: Proxy, fault: Fault, says: str | None) -> None:
     etag = bucket.put("t3/object", bytes(1000))
     proxy.arm(fault, times=1000)
-    began = time.monotonic()
     with pytest.raises(CkptError) as caught:
         bucket.get("t3/object", 10, 900, etag=etag)
     assert says is None or caught.value.what == says
     assert caught.value.where == "s3://bucket/t3/object"
     assert not [secret for secret in SECRETS if secret in f"{caught.value} {caught.value.__cause__}"]
-    assert time.monotonic() - began < 10
 
 
 def test_wrong_settings_are_told_without_their_values(seaweed: Server, use, monkeypatch, capsys) -> None:

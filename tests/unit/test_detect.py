@@ -1,6 +1,9 @@
 """Every layout of the ecosystem is named, with the way out."""
 
 import io
+import json
+import re
+import shlex
 import tarfile
 from pathlib import Path
 
@@ -85,6 +88,16 @@ def test_layout_of_a_parent_hint_opens(tmp_path: Path) -> None:
     hint = str(caught.value.hint).removeprefix("use ")
     assert api.open_checkpoint(hint).format == "dcp"
     assert hint.endswith("step-10")
+
+
+def test_config_without_weights_is_led_to_what_reads_it(tmp_path: Path, capsys) -> None:
+    """The hint is followed and works."""
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "vocab_size": 128}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["inspect", str(tmp_path)]) == 4
+    (command,) = re.findall("hint: ckpt (.*) says what", capsys.readouterr().err)
+    assert main(shlex.split(command)) == 0
 
 
 NESTED = {

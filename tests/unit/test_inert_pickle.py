@@ -7,7 +7,6 @@ import os
 import pickle
 import struct
 import subprocess
-import time
 from dataclasses import dataclass
 
 import pytest
@@ -274,10 +273,8 @@ def test_parse_at_the_limits_succeeds() -> None:
     ids=["tuples", "lists", "marks", "dicts", "empty-tuples"],
 )
 def test_parse_deep_nesting_is_refused_without_recursion(body: bytes) -> None:
-    started = time.monotonic()
     with pytest.raises(UnreadableError):
         parse(assemble(body))
-    assert time.monotonic() - started < 5
 
 
 def test_parse_depth_through_the_memo_is_counted() -> None:
@@ -286,13 +283,12 @@ def test_parse_depth_through_the_memo_is_counted() -> None:
         parse(assemble(b"K\x01\x94(" + steps + b"t"))
 
 
+@pytest.mark.timeout(60)
 def test_parse_shared_parts_take_linear_time() -> None:
     # Every list holds the one before twice: 2^50 paths, 50 lists.
     body = b"]\x94" + b"".join(b"](h%ch%ce\x94" % (i, i) for i in range(50))
-    started = time.monotonic()
     with pytest.raises(UnreadableError, match="more or less than one value"):
         parse(assemble(body))
-    assert time.monotonic() - started < 1
 
 
 @pytest.mark.parametrize("body", [b"Nr\xff\xff\xff\x1f", b"Nr\xff\xff\xff\xff", b"\x94" * 10])
@@ -391,13 +387,12 @@ def test_fast_path_is_off_where_limits_are_narrow() -> None:
         parse(data, "torch.Size", "torch.X", limits=PickleLimits(max_string_bytes=8))
 
 
+@pytest.mark.timeout(60)
 def test_fast_path_with_unending_strings_takes_linear_time() -> None:
-    started = time.monotonic()
     half = b"h\x0a)\x81\x94}\x94(h\x04\x8c\xff" + b"a" * 255
     data = assemble(b"]\x94(" + SIZE + KEYS + CLASS + half * 20_000)
     with pytest.raises(UnreadableError):
         parse(data, "torch.Size", "torch.X")
-    assert time.monotonic() - started < 5
 
 
 def test_parse_ordered_dict_with_items_is_refused() -> None:

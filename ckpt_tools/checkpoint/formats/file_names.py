@@ -13,6 +13,7 @@ from functools import cache
 from ckpt_tools.tables import read_rows
 from ckpt_tools.text import counted, first_few
 
+CONFIG_NAME = "config.json"  # Of a model, beside its weights
 INDEX_SUFFIX = ".safetensors.index.json"
 METADATA_NAME = ".metadata"  # The file that makes a directory a DCP checkpoint; written last
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")  # Ends of the names of what `torch.save` writes

@@ -17,7 +17,13 @@ from ckpt_tools.checkpoint.dtypes import DType
 from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.checkpoint.formats._json import MAX_JSON_BYTES, parse_json
 from ckpt_tools.checkpoint.formats.deepspeed import list_saves
-from ckpt_tools.checkpoint.formats.file_names import INDEX_SUFFIX, files_below, is_side_file, read_part_name
+from ckpt_tools.checkpoint.formats.file_names import (
+    CONFIG_NAME,
+    INDEX_SUFFIX,
+    files_below,
+    is_side_file,
+    read_part_name,
+)
 from ckpt_tools.checkpoint.formats.format import Opened, read_document
 from ckpt_tools.checkpoint.formats.identify import expected_beside
 from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME
@@ -174,7 +180,6 @@ def _is_rounded(raw: Mapping[DType, bytes]) -> bool:
         return np.array_equal(fine.astype(coarse.dtype).astype(np.float64), coarse.astype(np.float64), equal_nan=True)
 
 
-CONFIG_NAME = "config.json"  # Of a model, beside its weights
 PIPELINE_NAME = "model_index.json"  # What the directory of a diffusers pipeline has
 MODULES_NAME = "modules.json"  # What that of a sentence-transformers model has
 FILES_NAME = "ckpt_models.json"  # Written beside models that were one file each in one directory: such are made again

@@ -13,6 +13,7 @@ from functools import partial
 
 from ckpt_tools.checkpoint.formats._torch_file import is_torch_file
 from ckpt_tools.checkpoint.formats.file_names import (
+    CONFIG_NAME,
     INDEX_SUFFIX,
     METADATA_NAME,
     PICKLES,
@@ -64,12 +65,15 @@ def explain(files: Mapping[str, int], path: str) -> UnreadableError:
         if _is_inside(row, files):
             return ForeignLayoutError(f"{row['what']}, which ckpt does not read", where=path, hint=row["way_on"])
     for child in sorted(below, key=lambda child: (-_step(child)[0], child)):  # the latest; an actor before its critic
-        error = explain(below[child], f"{path}/{child}")
+        error = explain({name: below[child][name] for name in below[child] if name != CONFIG_NAME}, f"{path}/{child}")
         if error.hint != _READABLE:
             return error
     pickles = [name for name in top if name.endswith(_PICKLED)]
     if pickles:
         return _pickled(pickles, path)
+    if CONFIG_NAME in files:
+        hint = f"ckpt estimate {shlex.quote(path)} --mesh dp_shard=8 says what such a model needs"
+        return UnreadableError(f"no tensors here: a {CONFIG_NAME} without weights", where=path, hint=hint)
     return UnreadableError("no tensors here: neither .metadata nor safetensors files", where=path, hint=_READABLE)
 
 
