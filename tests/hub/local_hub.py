@@ -277,6 +277,13 @@ class Handler(BaseHTTPRequestHandler):
             return self.resolve(*match.groups())
         if self.server.has_xet and re.fullmatch(r"/api/models/[\w.-]+/[\w.-]+/xet-write-token/.+", route):
             return self.give_xet_token()
+        if (match := re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)/commits/(.+)", route)) and command == "GET":
+            repo, rows = self.server.repos[match[1]], []
+            at = repo.at(match[2])
+            while at is not None:
+                rows.append({"id": at.oid, "title": at.title, "message": "", "date": "", "authors": []})
+                at = repo.commits.get(at.parent)
+            return self.send(200, rows)
         pattern = r"/api/models/([\w.-]+/[\w.-]+)(?:/(revision|tree|preupload|commit)/(.+))?"
         if match := re.fullmatch(pattern, route):
             return self.model(match[1], match[2] or "revision", match[3] or "main")
