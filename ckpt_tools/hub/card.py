@@ -155,11 +155,11 @@ def merged_with(ours: str, theirs: str) -> tuple[str, bool]:
 def replaced_in(before: str, after: str) -> list[str]:
     """Return what the front matter said before and says otherwise now."""
     old, new = read_front_matter(before), read_front_matter(after)
-    gone = {key: value for key, value in old.items() if value not in UNSAID and key not in LISTS}
-    texts = [
-        f"{key} was {value}, now {new.get(key, 'removed')}" for key, value in gone.items() if new.get(key) != value
+    gone = [key for key in old if old[key] not in UNSAID and key not in LISTS and new.get(key) != old[key]]
+    return [
+        f"{CARD_NAME}: {key} was {escape_name(str(old[key]))}, now {escape_name(str(new.get(key, 'removed')))}"
+        for key in gone
     ]
-    return [f"{CARD_NAME}: {escape_name(text)}" for text in texts]
 
 
 def notes_on(facts: CardFacts, asked: CardFacts, text: str) -> list[str]:

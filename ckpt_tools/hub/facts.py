@@ -235,27 +235,23 @@ def _assumed(metadata: Mapping[str, str]) -> tuple[Row, ...]:
 
 def refuse_contradictions(card: str, kind: Kind, adapters: Mapping[str, LoraCheck]) -> None:
     """Refuse a card whose keys contradict each other, or what the files are."""
-    keys = read_front_matter(card)
-    license_id, own, relation = (keys.get(key) for key in ("license", "license_name", "base_model_relation"))
-    base, own_adapters = keys.get("base_model"), [check for name, check in adapters.items() if "/" not in name]
-    is_adapter = bool(own_adapters) if kind in ("peft", "weights") else False
-    if own not in UNSAID and license_id not in ("other", *UNSAID):
-        _contradict(f"license is {license_id}, but license_name is {own}", "use --license other, or remove the name")
-    if relation not in UNSAID and (relation == "adapter") != is_adapter and (own_adapters or kind != "weights"):
-        what = "an adapter" if is_adapter else "no adapter"
-        _contradict(f"base_model_relation is {relation}, but this is {what}", "use --base-model-relation")
-    for check in own_adapters if isinstance(base, str) else ():
-        family = next((each for each in ARCHITECTURES.values() if each.name == check.architecture), None)
-        named = tag_of(str(base).rpartition("/")[2])
-        found = check.architecture if family is None else tag_of(family.classes[0])
-        if named is not None and found is not None and found != named and not {found, named} & set(_SHARED):
-            _contradict(
-                f"base_model is {base}, but the adapter is for {check.architecture}", "use --base-model ORG/NAME"
-            )
-
-
-def _contradict(what: str, hint: str) -> None:
-    raise UsageError(f"the model card contradicts itself: {escape_name(what)}", where=CARD_NAME, hint=hint)
+    keys, own = read_front_matter(card), [check for name, check in adapters.items() if "/" not in name]
+    license_id, name, relation = (keys.get(key) for key in ("license", "license_name", "base_model_relation"))
+    is_adapter = kind == "peft" or (kind == "weights" and bool(own))
+    found = []
+    if name not in UNSAID and license_id not in ("other", *UNSAID):
+        found.append(f"license is {license_id}, but license_name is {name} (--license)")
+    if relation not in UNSAID and (relation == "adapter") != is_adapter and (is_adapter or kind != "weights"):
+        found.append(f"base_model_relation is {relation}, but this is {'an' if is_adapter else 'no'} adapter")
+    tag = tag_of(str(keys.get("base_model")).rpartition("/")[2])
+    for check in own:
+        classes = next((each.classes for each in ARCHITECTURES.values() if each.name == check.architecture), None)
+        family = tag_of(classes[0]) if classes else check.architecture
+        if tag and family and tag != family and not {tag, family} & set(_SHARED):
+            found.append(f"base_model is {keys['base_model']}, but the adapter is for {check.architecture}")
+    if found:
+        hint = "correct README.md, or give the option: --license, --base-model-relation, --base-model"
+        raise UsageError(f"the model card contradicts itself: {escape_name(found[0])}", where=CARD_NAME, hint=hint)
 
 
 def refuse_assumed(adapters: Mapping[str, LoraCheck]) -> None:
@@ -263,10 +259,7 @@ def refuse_assumed(adapters: Mapping[str, LoraCheck]) -> None:
     for name, check in adapters.items():
         if check.assumed:
             what = f"nothing records {', '.join(check.assumed)}; the export that wrote this file assumed it"
-            hint = (
-                "export it again with --config FIELD=VALUE or beside the adapter_config.json of the training run, "
-                "or publish what is assumed: --accept-assumed"
-            )
+            hint = "export it again with --config FIELD=VALUE or the run's adapter_config.json, or add --accept-assumed"
             raise UsageError(what, where=name, hint=hint)
 
 

@@ -30,12 +30,11 @@ class _Dumper(yaml.SafeDumper):
     """Quotes text that any version of YAML would take for something else."""
 
 
-_Dumper.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style="'" if _NO_TEXT.fullmatch(text) else None
-    ),
-)
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'" if _NO_TEXT.fullmatch(text) else None)
+
+
+_Dumper.add_representer(str, _text)
 _CACHE = re.compile(r"(?:^|/)models--([\w.-]+?)--([\w.-]+?)(?:/|$)", re.ASCII)
 
 
@@ -66,8 +65,8 @@ def read_front_matter(text: str) -> dict[str, object]:
     try:
         found = yaml.safe_load(match[2]) if match is not None else None
         if isinstance(found, dict) and (odd := [key for key in _TEXTS if found.get(key) not in UNSAID]):
-            texts = yaml.load(match[2] if match else "", yaml.BaseLoader)  # noqa: S506 - makes text of all, and no objects
-            found |= {key: texts[key] for key in odd}
+            texts = yaml.load(match[2] if match else "", yaml.BaseLoader)  # noqa: S506 - all text, no objects
+            found |= {key: texts.get(key, found[key]) for key in odd}
     except (yaml.YAMLError, ValueError, RecursionError):
         found, why = [], "is not valid YAML"
     if found is not None and not isinstance(found, dict):
@@ -82,10 +81,7 @@ def newline_of(text: str) -> str:
 
 
 def with_keys(text: str, changes: Mapping[str, object]) -> str:
-    """Return the card whose front matter has `changes`; None removes a key.
-
-    It is unchanged where its lines do not take them (as in braces).
-    """
+    """Return the card with `changes` (None removes a key); unchanged where its lines do not take them (in braces)."""
     if not changes:
         return text
     known, newline, match = read_front_matter(text), newline_of(text), front_of(text)
@@ -105,20 +101,15 @@ def with_keys(text: str, changes: Mapping[str, object]) -> str:
         front = front[: old.start()] + own + front[old.end() :]
     merged = text[: match.start(2)] + front + text[match.end(2) :]
     try:
-        return merged if _said(read_front_matter(merged)) == _said(known | dict(changes)) else text
+        found = read_front_matter(merged)
+        said = [{key: each[key] for key in each if each[key] is not None} for each in (found, known | dict(changes))]
+        return merged if said[0] == said[1] else text
     except UnreadableError:
         return text
 
 
-def _said(keys: Mapping[str, object]) -> dict[str, object]:
-    return {key: value for key, value in keys.items() if value is not None}
-
-
 def name_base(text: str, base_model: str | None) -> str:
-    """Put `base_model` where a card names another one; refuse a path, as PEFT writes it, that nothing replaces.
-
-    Of several bases, which no option names, all stay.
-    """
+    """Put `base_model` where a card names one other; refuse a path, as PEFT writes it, that nothing replaces."""
     known = read_front_matter(text)
     value, tags = known.get("base_model"), known.get("tags")
     values = [str(each) for each in (value if isinstance(value, list) else [value]) if each not in UNSAID]

@@ -353,10 +353,8 @@ def _overtaken(hub: Hub, base: Remote, now: Remote, local: Mapping[str, LocalFil
     else:
         error.add_note("nothing of this push was committed")
     for path in sorted(path for path in {*base.files, *now.files} if base.files.get(path) != now.files.get(path)):
-        before, theirs = (
-            str(each.files[path].version["oid"]) if path in each.files else "none" for each in (base, now)
-        )
-        here = local.get(path)
+        here, held = local.get(path), [each.files.get(path) for each in (base, now)]
+        before, theirs = ("none" if each is None else str(each.version["oid"]) for each in held)
         ours = "none" if here is None else here.sha256 if 64 in (len(theirs), len(before)) else str(here.blob_id)
         error.add_note(f"{escape_name(path)}: theirs {theirs[:12]}, ours {ours[:12]}, base {before[:12]}")
     return error
@@ -569,9 +567,7 @@ class Push:
         if there is None or (here is not None and (self._remote.holds(here) or there.nbytes > MAX_CARD_BYTES)):
             return ours
         with self._hub.open(self._remote, [CARD_NAME]) as source:
-            theirs = source.read(CARD_NAME, 0, there.nbytes).decode(
-                "utf-8-sig", "strict" if ours is None else "replace"
-            )
+            theirs = source.read(CARD_NAME, 0, there.nbytes).decode("utf-8-sig")
         if ours is None:
             return theirs
         merged, is_same = merged_with(ours, theirs)

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from ckpt_tools.errors import UnreadableError
@@ -43,12 +44,11 @@ def check_loads(source: LocalSource, local: Mapping[str, LocalFile], kind: Kind)
         for name, reader, of_kind in _READERS:
             if name not in local or of_kind not in (None, kind):
                 continue
-            content, path = local[name].content, os.path.join(root, name)
-            if content is None:
-                os.symlink(os.path.abspath(source.path(name)), path)
+            path, content = Path(root, name), local[name].content
+            if content is not None:
+                path.write_bytes(content)
             else:
-                with open(path, "wb") as copy:
-                    copy.write(content)
+                path.symlink_to(os.path.abspath(source.path(name)))
             why = "above 2 GiB" if local[name].nbytes > _MAX_BYTES else _read(name, reader, root)
             notes += [f"not checked: {name} as {reader.partition(':')[0]} reads it: {why}"] if why else []
     return notes
@@ -71,7 +71,5 @@ def _read(name: str, reader: str, root: str) -> str | None:
         if any(word in text for word in _UNKNOWN):
             return "this version does not know the model without its own code"
         what = f"{library} cannot read the file ({type(error).__name__}): {text}"
-        raise UnreadableError(
-            what, where=name, hint="strangers could not load it: save it again, or correct it"
-        ) from None
+        raise UnreadableError(what, where=name, hint="save it again, or correct it") from None
     return None

@@ -25,7 +25,7 @@ shape = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_lay
 torch.manual_seed(0)
 LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained("base")
 found = {}
-for name, more in json.loads(os.environ["KINDS"]).items():
+for name, more in json.loads(KINDS).items():
     base = LlamaForCausalLM.from_pretrained("base")  # a path of the trainer's, as its config will say
     options = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
     model = get_peft_model(base, LoraConfig(**options | more, init_lora_weights=False))
@@ -57,12 +57,9 @@ KINDS = {
 
 
 @pytest.mark.full
-def test_adapters_of_peft_load_by_their_own_config_from_the_hub(
-    hub: Hub, push_json, environment, tmp_path: Path, monkeypatch
-):
+def test_adapters_of_peft_load_by_their_own_config_from_the_hub(hub: Hub, push_json, environment, tmp_path: Path):
     """The trainer's path is in each config and card; a stranger's AutoPeft finds the base all the same."""
-    monkeypatch.setenv("KINDS", json.dumps(KINDS))
-    (made,) = run_ranks(1, execute, MAKE, tmp_path, backend=None)
+    (made,) = run_ranks(1, execute, f"KINDS = {json.dumps(KINDS)!r}\n{MAKE}", tmp_path, backend=None)
     expected = json.loads(made.splitlines()[-1])
     assert len({tuple(each) for each in expected.values()}) == len(KINDS)
     push_json(tmp_path / "base", "org/base", "--no-card")
@@ -89,7 +86,7 @@ def hub_free(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("options", [(), ("-n",)])
 def test_config_that_peft_cannot_read_is_refused(hub: Hub, push_json, tmp_path: Path, options):
-    adapter = write_adapter(tmp_path / "a", base_model_name_or_path="org/base", layers_pattern="h")
+    adapter = write_adapter(tmp_path / "a", base_model_name_or_path="org/base", arrow_config=3)
     error = push_json(adapter, "me/a", *options, code=4)
     assert (error["where"], "peft cannot read" in error["what"], hub.writes) == ("adapter_config.json", True, [])
 
