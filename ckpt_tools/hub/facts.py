@@ -233,8 +233,8 @@ def _assumed(metadata: Mapping[str, str]) -> tuple[Row, ...]:
     return tuple((name, value, "assumed: not recorded") for name, _, value in pairs)
 
 
-def refuse_contradictions(card: str, kind: Kind, adapters: Mapping[str, LoraCheck]) -> None:
-    """Refuse a card whose keys contradict each other, or what the files are."""
+def refuse_contradictions(card: str, kind: Kind, adapters: Mapping[str, LoraCheck], base_model: str | None) -> None:
+    """Refuse a card whose keys contradict each other, the files or the base that the adapter's config will name."""
     keys, own = read_front_matter(card), [check for name, check in adapters.items() if "/" not in name]
     license_id, name, relation = (keys.get(key) for key in ("license", "license_name", "base_model_relation"))
     is_adapter = kind == "peft" or (kind == "weights" and bool(own))
@@ -243,12 +243,15 @@ def refuse_contradictions(card: str, kind: Kind, adapters: Mapping[str, LoraChec
         found.append(f"license is {license_id}, but license_name is {name} (--license)")
     if relation not in UNSAID and (relation == "adapter") != is_adapter and (is_adapter or kind != "weights"):
         found.append(f"base_model_relation is {relation}, but this is {'an' if is_adapter else 'no'} adapter")
-    tag = tag_of(str(keys.get("base_model")).rpartition("/")[2])
+    base = keys.get("base_model")
+    if base_model is not None and base_model not in (base if isinstance(base, list) else [base]):
+        found.append(f"base_model is {base}, but the base model is {base_model}, and ckpt cannot replace it there")
+    tag = tag_of(str(base).rpartition("/")[2])
     for check in own:
         classes = next((each.classes for each in ARCHITECTURES.values() if each.name == check.architecture), None)
         family = tag_of(classes[0]) if classes else check.architecture
         if tag and family and tag != family and not {tag, family} & set(_SHARED):
-            found.append(f"base_model is {keys['base_model']}, but the adapter is for {check.architecture}")
+            found.append(f"base_model is {base}, but the adapter is for {check.architecture}")
     if found:
         hint = "correct README.md, or give the option: --license, --base-model-relation, --base-model"
         raise UsageError(f"the model card contradicts itself: {escape_name(found[0])}", where=CARD_NAME, hint=hint)

@@ -552,7 +552,7 @@ class Push:
             return facts.base_model
         card = build_card(facts, repo=self._hub.repo, existing=text, asked=asked)
         self._notes += [*notes_on(facts, asked, card), *replaced_in(before or "", card)]
-        refuse_contradictions(card, self._kind, self._adapters)
+        refuse_contradictions(card, self._kind, self._adapters, facts.base_model)
         self._local[CARD_NAME] = file_of_bytes(CARD_NAME, card.encode("utf-8"))
         self._local = dict(sorted(self._local.items()))
         return facts.base_model

@@ -202,16 +202,25 @@ def test_push_card_that_names_a_path_is_refused_or_named(hub: Hub, push_json, tm
     assert (adapter / "README.md").read_text() == text
 
 
-@pytest.mark.parametrize("base", ["org/base", "gpt2", "[org/a, org/b]", '"org/base"', "''", "[]", ""])
-def test_push_option_names_another_base_unless_there_are_several(hub: Hub, push_json, tmp_path: Path, base: str):
+@pytest.mark.parametrize("base", ["org/base", "gpt2", "[org/a]", '"org/base"', "''", "[]", ""])
+def test_push_option_names_another_base(hub: Hub, push_json, tmp_path: Path, base: str):
     adapter = write_adapter(tmp_path / "adapter", base_model_name_or_path="org/base")
     (adapter / "README.md").write_text(f"---\nbase_model: {base}\n---\nText\n")
     notes = push_json(adapter, "me/lora", "--base-model", "org/other")["notes"]
-    named = base if "," in base else "org/other"
-    assert front(hub.files("me/lora")["README.md"].decode())["base_model"] == yaml.safe_load(named)
-    assert any("base_model was" in note for note in notes) == (len(base) > 3 and "," not in base)
+    assert front(hub.files("me/lora")["README.md"].decode())["base_model"] == "org/other"
+    assert any("base_model was" in note for note in notes) == (len(base) > 3)
     config = json.loads(hub.files("me/lora")["adapter_config.json"])
     assert config["base_model_name_or_path"] == "org/other"
+
+
+@pytest.mark.parametrize("keys", ["base_model: [org/a, org/b]", "{base_model: org/a}"])
+def test_push_card_in_which_the_base_cannot_be_replaced_is_refused(hub: Hub, push_json, tmp_path: Path, keys: str):
+    adapter = write_adapter(tmp_path / "adapter", base_model_name_or_path="org/a")
+    (adapter / "README.md").write_text(f"---\n{keys}\n---\nText\n")
+    error = push_json(adapter, "me/lora", "--base-model", "org/other", code=2)
+    assert ("the base model is org/other" in error["what"], error["where"], hub.writes) == (True, "README.md", [])
+    push_json(adapter, "me/lora")
+    assert f"---\n{keys}\n" in hub.files("me/lora")["README.md"].decode()
 
 
 def test_push_card_with_a_path_in_a_list_is_refused(hub: Hub, push_json, tmp_path: Path):
