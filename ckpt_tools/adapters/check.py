@@ -78,6 +78,7 @@ class LoraCheck(CheckedResult):
     loaders: tuple[LoaderReport, ...] = ()  # What each loader would make of it, the judges first
     findings: tuple[Finding, ...] = ()  # What is wrong: with the adapter, and for the judges
     not_checked: tuple[str, ...]  # What would need more than was given
+    assumed: tuple[str, ...] = ()  # What the export that wrote the file assumed: "use_rslora=false"
 
     @property
     def verdict(self) -> Verdict:
@@ -199,6 +200,7 @@ def _check(
     return LoraCheck(
         path=path,
         identity=read.opened.identity,
+        assumed=tuple(each.text for each in assumed_before(adapter)),
         kind="+".join(sorted({family_of(module).kind(module) for module in adapter.modules})),
         rank=ranks.most_common(1)[0][0] if ranks else None,
         ranks=dict(ranks.most_common()),

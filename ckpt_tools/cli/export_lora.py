@@ -37,7 +37,9 @@ def run(call: CommandCall[Export], how: ExportPush, card: CardFields, output: Ou
     pushed = None
     dry_run = call.given["dry_run"]
     with progress_of(output) as factory:
-        export = functools.partial(call, progress=factory)
+        # What is assumed is refused in public: by the export, before anything is written.
+        stated = {"strict": True} if push is not None and not how.accept_assumed else {}
+        export = functools.partial(call, progress=factory, **stated)
         result = export()
         if push is not None and dry_run and result.ok:
             result, pushed = _push_dry(result, export, send)
@@ -45,6 +47,8 @@ def run(call: CommandCall[Export], how: ExportPush, card: CardFields, output: Ou
     with complete(call.shown("destination")) if is_done else contextlib.nullcontext():
         if not output.json:
             _print(result, output)
+            if stated and any(each.code == "assumed" for each in result.findings):
+                note("to publish it all the same, with what is assumed: --accept-assumed")
         if push is not None and is_done:
             pushed = send(result)
         if output.json:

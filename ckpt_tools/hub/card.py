@@ -15,7 +15,16 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, get_args
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.hub.front_matter import CARD_NAME, hub_id_of, is_hub_id, newline_of, read_front_matter, with_keys
+from ckpt_tools.hub.front_matter import (
+    CARD_NAME,
+    UNSAID,
+    front_of,
+    hub_id_of,
+    is_hub_id,
+    newline_of,
+    read_front_matter,
+    with_keys,
+)
 from ckpt_tools.options import Doc
 from ckpt_tools.options.hub import CardFields, Relation
 from ckpt_tools.text import escape_name
@@ -29,6 +38,8 @@ MAX_CARD_BYTES = 4 << 20  # A README above this size is left as it is
 LISTS = ("tags", "language", "datasets", "widget")
 """Keys of which a card that is there gets what was asked for beside what it has."""
 _SECTION = re.compile(r"<!-- ckpt:([a-z]+) -->.*?<!-- /ckpt:\1 -->", re.DOTALL)
+_AFTER_GALLERY = re.compile(r"^<!-- ckpt:(?:trigger|load|training|settings) -->", re.MULTILINE)
+_TITLE = re.compile(r"(?:\s*---\r?\n.*?\n---[ \t]*(?:\r?\n|$))?(?:\s*# [^\n]*(?:\n|$))?\s*", re.DOTALL)
 _MARKUP = re.compile(r"""[\\`*_\[\]<>|&~$#!:@(){}"']""")
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}", re.ASCII)
 _PLAIN = re.compile(r"[\w./-]{1,255}", re.ASCII)
@@ -133,6 +144,29 @@ def facts_in(text: str) -> CardFacts:
     return CardFacts(base_model=base, relation=its_relation, library=its_library, instance_prompt=prompt)
 
 
+def merged_with(ours: str, theirs: str) -> tuple[str, bool]:
+    """Return a README with what only another version's front matter has, and whether they say nothing different."""
+    ends = [_SECTION.sub("", text[match.end() :] if (match := front_of(text)) else text) for text in (ours, theirs)]
+    known, others = read_front_matter(ours), read_front_matter(theirs)
+    more: dict[str, object] = {key: value for key, value in others.items() if known.get(key) in UNSAID}
+    for key in LISTS:
+        mine, other = known.get(key), others.get(key)
+        if isinstance(mine, list) and isinstance(other, list) and any(each not in mine for each in other):
+            more[key] = [*mine, *(each for each in other if each not in mine)]
+    differ = any(known[key] != value for key, value in others.items() if key in known.keys() - more.keys() - {*LISTS})
+    return with_keys(ours, more), ends[0].split() == ends[1].split() and not differ
+
+
+def replaced_in(before: str, after: str) -> list[str]:
+    """Return what the front matter said before and says otherwise now."""
+    old, new = read_front_matter(before), read_front_matter(after)
+    gone = [key for key in old if old[key] not in UNSAID and key not in LISTS and new.get(key) != old[key]]
+    return [
+        f"{CARD_NAME}: {key} was {escape_name(str(old[key]))}, now {escape_name(str(new.get(key, 'removed')))}"
+        for key in gone
+    ]
+
+
 def notes_on(facts: CardFacts, asked: CardFacts, text: str) -> list[str]:
     """Return what the front matter of a card lacks of `facts`, and what it keeps although something else was asked."""
     known = read_front_matter(text)
@@ -145,9 +179,7 @@ def notes_on(facts: CardFacts, asked: CardFacts, text: str) -> list[str]:
     kept = [f"{key}: {known[key]}" for key, value in wanted if key in known and not has(known[key], value)]
     notes = [f"ckpt cannot extend this {CARD_NAME}: add {', '.join(missing)} yourself"] if missing else []
     notes += [f"{CARD_NAME} keeps its own values: {escape_name('; '.join(kept))}"] if kept else []
-    return notes + [f"{CARD_NAME} has no <Gallery />: add it where the samples should appear"] * (
-        bool(facts.gallery) and "<Gallery" not in text
-    )
+    return notes
 
 
 def build_card(facts: CardFacts, *, repo: str, existing: str | None = None, asked: CardFacts | None = None) -> str:
@@ -155,7 +187,7 @@ def build_card(facts: CardFacts, *, repo: str, existing: str | None = None, aske
 
     An existing text gets the keys that its front matter lacks, and what ckpt wrote between its own comments
     (`<!-- ckpt:load -->` … `<!-- /ckpt:load -->`) is written anew. The rest stays as it is, to the letter. What was
-    `asked` for in so many words joins the lists that the card has.
+    `asked` for in so many words joins the lists that the card has, and replaces other values.
     """
     keys, body = front_keys(facts), _render(facts, repo)
     if existing is None or not existing.strip():
@@ -165,11 +197,21 @@ def build_card(facts: CardFacts, *, repo: str, existing: str | None = None, aske
     if asked is not None and asked.samples and "widget" in keys:
         wanted["widget"] = keys["widget"]
     for key in LISTS:
-        here, more = known.get(key), wanted.get(key, [])
-        if isinstance(here, list) and isinstance(more, list) and (new := [each for each in more if each not in here]):
-            text = with_keys(text, {key: [*here, *new]})
-    text = with_keys(text, {key: value for key, value in keys.items() if key not in known})
-    anew = {match[1]: match[0].replace("\n", newline_of(existing)) for match in _SECTION.finditer(body)}
+        here, more = known.get(key), wanted.pop(key, [])
+        held = here if isinstance(here, list) else [] if here in UNSAID else [here]
+        if held and isinstance(more, list) and (new := [each for each in more if each not in held]):
+            text = with_keys(text, {key: [*held, *new]})
+    changes = {key: value for key, value in keys.items() if known.get(key) in UNSAID}
+    changes |= {key: value for key, value in wanted.items() if not isinstance(known.get(key), list)}
+    if changes.get("license", known.get("license")) != known.get("license"):  # the old one's name and link go with it
+        changes = {key: None for key in ("license_name", "license_link") if key in known} | changes
+    text = with_keys(text, {key: value for key, value in changes.items() if known.get(key) != value})
+    newline = newline_of(existing)
+    anew = {match[1]: match[0].replace("\n", newline) for match in _SECTION.finditer(body)}
+    if "gallery" in anew and "<Gallery" not in text:
+        place = _AFTER_GALLERY.search(text) or _TITLE.match(text)
+        at = 0 if place is None else place.start() if place.re is _AFTER_GALLERY else place.end()
+        text = text[:at] + newline.join([anew["gallery"], "", ""]) + text[at:]
     return _SECTION.sub(lambda match: anew.get(match[1], match[0]), text)
 
 

@@ -100,7 +100,7 @@ _BY_STATUS: Mapping[int, tuple[str, str | None]] = {
     ),
     409: ("{doing}: another change is in progress{says}", "run the command again in a minute"),
     412: (
-        "somebody else committed to {revision} meanwhile; nothing of this push was committed",
+        "somebody else committed to {revision} meanwhile",
         "run the command again: it skips what is already uploaded",
     ),
     413: (
@@ -270,6 +270,34 @@ class Hub:
             return Remote(exists=False, files={})
         files = {} if found.sha is None else self.call(doing, lambda: tree(found.sha))
         return Remote(exists=True, private=found.private, commit=found.sha, files=files)
+
+    def has(self, repo: str) -> bool:
+        """Return True if the hub shows this token a repository."""
+        try:
+            return self.api.model_info(repo) is not None
+        except client_errors():
+            return False
+
+    def titles(self, *, since: str | None) -> list[str]:
+        """Return the titles of the commits after `since`, the newest first; none where the history cannot be read."""
+        try:
+            rows = self._commits()
+            return [row["title"] for row in rows[: [row["id"] for row in rows].index(since) if since else None]]
+        except (HubError, KeyError, TypeError, ValueError):
+            return []
+
+    def was_last(self, title: str) -> bool:
+        """Return True if the newest commit has this title, and none but the user of this token as its author."""
+        try:
+            row = self._commits()[0]
+            users = {author["user"] for author in row["authors"]}
+            return row["title"] == title and users == {str(self.api.whoami()["name"])}
+        except (HubError, LookupError, TypeError, *client_errors()):
+            return False
+
+    def _commits(self) -> list[dict[str, Any]]:
+        route = f"models/{self.repo}/commits/{quote(self.revision, safe='')}"
+        return self._request("reading the history", "GET", route) or []
 
     def open(self, remote: Remote, paths: Iterable[str]) -> HubSource:
         """Open some of what a repository holds, to read it from the hub itself."""

@@ -5,9 +5,10 @@ Source of the tasks: huggingface.co/tasks; diffusers 0.42, pipelines/__init__.py
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -17,10 +18,10 @@ from ckpt_tools.adapters.read.sidecars import ASSUMED
 from ckpt_tools.checkpoint.formats.format import read_document
 from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, parse_manifest
 from ckpt_tools.checkpoint.formats.opening import read_file
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.hub.card import CardFacts, LoadFacts, Row
 from ckpt_tools.hub.check import ADAPTER_CONFIG, DIFFUSERS_LORA, PIPELINE_CONFIG, Kind
-from ckpt_tools.hub.front_matter import hub_id_of
+from ckpt_tools.hub.front_matter import CARD_NAME, UNSAID, hub_id_of, is_hub_id, read_front_matter
 from ckpt_tools.hub.training import ai_toolkit_config, training_facts, value_at
 from ckpt_tools.models.config import CONFIG_NAME, config_in
 from ckpt_tools.options.hub import Relation
@@ -158,11 +159,14 @@ def base_model_of(text: str | None, *, root: str) -> tuple[str | None, tuple[str
     if text is None:
         return None, ("the base model is not known: the card does not name it",)
     found = hub_id_of(text)
-    is_here = os.path.exists(text) or os.path.exists(os.path.join(root, text))
-    if found is not None and not (found == text and is_here):
+    if found is not None and not (found == text and _is_here(text, root)):
         return found, ()
     what = f"the base model is a local path ({escape_name(text)})"
     return None, (f"{what}, which the card leaves out; name it with --base-model",)
+
+
+def _is_here(text: str, root: str) -> bool:
+    return os.path.exists(text) or os.path.exists(os.path.join(root, text))
 
 
 def _peft(source: Source) -> CardFacts:
@@ -229,6 +233,64 @@ def _assumed(metadata: Mapping[str, str]) -> tuple[Row, ...]:
     return tuple((name, value, "assumed: not recorded") for name, _, value in pairs)
 
 
+def refuse_contradictions(card: str, kind: Kind, adapters: Mapping[str, LoraCheck], base_model: str | None) -> None:
+    """Refuse a card whose keys contradict each other, the files or the base that the adapter's config will name."""
+    keys, own = read_front_matter(card), [check for name, check in adapters.items() if "/" not in name]
+    license_id, name, relation = (keys.get(key) for key in ("license", "license_name", "base_model_relation"))
+    is_adapter = kind == "peft" or (kind == "weights" and bool(own))
+    found = []
+    if name not in UNSAID and license_id not in ("other", *UNSAID):
+        found.append(f"license is {license_id}, but license_name is {name} (--license)")
+    if relation not in UNSAID and (relation == "adapter") != is_adapter and (is_adapter or kind != "weights"):
+        found.append(f"base_model_relation is {relation}, but this is {'an' if is_adapter else 'no'} adapter")
+    base = keys.get("base_model")
+    if base_model is not None and base_model not in (base if isinstance(base, list) else [base]):
+        found.append(f"base_model is {base}, but the base model is {base_model}, and ckpt cannot replace it there")
+    tag = tag_of(str(base).rpartition("/")[2])
+    for check in own:
+        classes = next((each.classes for each in ARCHITECTURES.values() if each.name == check.architecture), None)
+        family = tag_of(classes[0]) if classes else check.architecture
+        if tag and family and tag != family and not {tag, family} & set(_SHARED):
+            found.append(f"base_model is {base}, but the adapter is for {check.architecture}")
+    if found:
+        hint = "correct README.md, or give the option: --license, --base-model-relation, --base-model"
+        raise UsageError(f"the model card contradicts itself: {escape_name(found[0])}", where=CARD_NAME, hint=hint)
+
+
+def refuse_assumed(adapters: Mapping[str, LoraCheck]) -> None:
+    """Refuse settings that the export which wrote an adapter assumed: in public others take them for recorded."""
+    for name, check in adapters.items():
+        if check.assumed:
+            what = f"nothing records {', '.join(check.assumed)}; the export that wrote this file assumed it"
+            hint = "export it again with --config FIELD=VALUE or the run's adapter_config.json, or add --accept-assumed"
+            raise UsageError(what, where=name, hint=hint)
+
+
+def configs_naming(
+    source: Source, names: Collection[str], base_model: str | None, *, accept_assumed: bool
+) -> Iterator[tuple[str, bytes, str]]:
+    """Yield (path, content, note) of each adapter_config.json that would name another base than the card, or a path.
+
+    A directory on the trainer's machine is nothing that a stranger can load; the file itself stays as it is.
+    """
+    for path in names:
+        if path.rpartition("/")[2] != ADAPTER_CONFIG:
+            continue
+        values = dict(config_in(source, path).values)
+        old = _text(values.get("base_model_name_or_path"))
+        is_path = old is not None and (not is_hub_id(old) or _is_here(old, source.root))
+        new = base_model or base_model_of(old, root=source.root)[0] or (None if is_path else old)
+        if old == new or not (is_path or (path == ADAPTER_CONFIG and new is not None)):
+            continue
+        if new is None and not accept_assumed:
+            what = f"the base model is a local path ({escape_name(str(old))}), which nobody else can load"
+            hint = "name it: --base-model ORG/NAME; or publish the adapter without its base: --accept-assumed"
+            raise UsageError(what, where=path, hint=hint)
+        content = json.dumps(values | {"base_model_name_or_path": new}, indent=2, ensure_ascii=False)
+        note = f"{path}: base_model_name_or_path is {old}; the uploaded file says {new or 'null'}"
+        yield path, content.encode() + b"\n", escape_name(note)
+
+
 def _transformers(config: Mapping[str, object], has_tokenizer: bool) -> CardFacts:
     name = _text(value_at(config, "architectures.0"))
     ending = next((end for end in _HEADS if name is not None and name.endswith(end)), None)
@@ -242,6 +304,10 @@ def _transformers(config: Mapping[str, object], has_tokenizer: bool) -> CardFact
     )
     load = LoadFacts(auto_class=auto_class, has_tokenizer=has_tokenizer)
     return CardFacts(library="transformers", pipeline_tag=pipeline_tag, load=load, settings=settings)
+
+
+_SHARED = ("kolors", "skyreels", "chroma", "sana-video", "hunyuan-image")
+"""Tags of models whose modules have the names of another family's."""
 
 
 def task_of_class(name: str | None) -> str | None:

@@ -19,6 +19,22 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCI
 _OLD_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)  # Of a model from before there were namespaces ("gpt2")
 _NO_IDS = (".git", ".", ".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
 """Ends of what looks like an id and is a file."""
+UNSAID: tuple[object, ...] = (None, "", [])  # Values that say nothing: `base_model: ''` is none
+_TEXTS = ("tags", "language", "datasets")
+"""Keys whose values are text, whatever a version of YAML makes of them: `language: [no]` is Norwegian."""
+_NO_TEXT = re.compile(r"[-+.]*\d[\w.:+-]*|[-+]?\.(?:inf|nan)|y|n|yes|no|on|off|true|false|null|[~=]|<<", re.IGNORECASE)
+"""What some version of YAML reads as a number, a date or a boolean; 1.1, by which PyYAML quotes, knows no 1e5."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that any version of YAML would take for something else."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'" if _NO_TEXT.fullmatch(text) else None)
+
+
+_Dumper.add_representer(str, _text)
 _CACHE = re.compile(r"(?:^|/)models--([\w.-]+?)--([\w.-]+?)(?:/|$)", re.ASCII)
 
 
@@ -35,7 +51,8 @@ def is_hub_id(text: str) -> bool:
     return hub_id_of(text) == text or _OLD_ID.fullmatch(text) is not None
 
 
-def _block(text: str) -> re.Match[str] | None:
+def front_of(text: str) -> re.Match[str] | None:
+    """Return where a README has its front matter, as the hub's own client finds it."""
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     found: re.Match[str] | None = REGEX_YAML_BLOCK.search(text)
@@ -44,9 +61,12 @@ def _block(text: str) -> re.Match[str] | None:
 
 def read_front_matter(text: str) -> dict[str, object]:
     """Return the keys of a README's front matter; none if it has none."""
-    match, why = _block(text), "is not a YAML mapping"
+    match, why = front_of(text), "is not a YAML mapping"
     try:
         found = yaml.safe_load(match[2]) if match is not None else None
+        if isinstance(found, dict) and (odd := [key for key in _TEXTS if found.get(key) not in UNSAID]):
+            texts = yaml.load(match[2] if match else "", yaml.BaseLoader)  # noqa: S506 - all text, no objects
+            found |= {key: texts.get(key, found[key]) for key in odd}
     except (yaml.YAMLError, ValueError, RecursionError):
         found, why = [], "is not valid YAML"
     if found is not None and not isinstance(found, dict):
@@ -61,12 +81,13 @@ def newline_of(text: str) -> str:
 
 
 def with_keys(text: str, changes: Mapping[str, object]) -> str:
-    """Return the card whose front matter has `changes`; unchanged where its lines do not take them (as in braces)."""
+    """Return the card with `changes` (None removes a key); unchanged where its lines do not take them (in braces)."""
     if not changes:
         return text
-    known, newline, match = read_front_matter(text), newline_of(text), _block(text)
-    dump = functools.partial(yaml.safe_dump, sort_keys=False, allow_unicode=True, width=1000, line_break=newline)
-    lines = {key: str(dump({key: value})).rstrip() for key, value in changes.items()}
+    known, newline, match = read_front_matter(text), newline_of(text), front_of(text)
+    options = {"sort_keys": False, "allow_unicode": True, "width": 1000, "line_break": newline}
+    dump = functools.partial(yaml.dump, Dumper=_Dumper, **options)
+    lines = {key: "" if value is None else str(dump({key: value})).rstrip() for key, value in changes.items()}
     if match is None:
         return newline.join(["---", *lines.values(), "---", "", text])
     front = match[2]
@@ -74,33 +95,33 @@ def with_keys(text: str, changes: Mapping[str, object]) -> str:
         if key not in known:
             front = f"{front}{newline}{own}"
             continue
-        old = re.search(rf"^{re.escape(key)}[ \t]*:.*?(?=\s*^[^\s-]|\s*\Z)", front, re.MULTILINE | re.DOTALL)
+        old = re.search(rf"^([\"']?){re.escape(key)}\1[ \t]*:.*?(?=\s*^[^\s-]|\s*\Z)", front, re.MULTILINE | re.DOTALL)
         if old is None:
             return text
         front = front[: old.start()] + own + front[old.end() :]
     merged = text[: match.start(2)] + front + text[match.end(2) :]
     try:
-        return merged if read_front_matter(merged) == known | dict(changes) else text
+        found = read_front_matter(merged)
+        said = [{key: each[key] for key in each if each[key] is not None} for each in (found, known | dict(changes))]
+        return merged if said[0] == said[1] else text
     except UnreadableError:
         return text
 
 
 def name_base(text: str, base_model: str | None) -> str:
-    """Put a hub id where a card names its base model by a path or by "", as PEFT does; refuse a path that stays."""
+    """Put `base_model` where a card names one other; refuse a path, as PEFT writes it, that nothing replaces."""
     known = read_front_matter(text)
     value, tags = known.get("base_model"), known.get("tags")
-    values = [each for each in (value if isinstance(value, list) else [value]) if each not in (None, "")]
-    paths = [str(each) for each in values if not is_hub_id(str(each))]
-    if base_model is not None and "base_model" in known and not values:
-        return with_keys(text, {"base_model": base_model})
-    if not paths:
-        return text
-    if base_model is not None and len(values) == 1:
+    values = [str(each) for each in (value if isinstance(value, list) else [value]) if each not in UNSAID]
+    if base_model is not None and len(values) == 1 and values != [base_model]:
         changes: dict[str, object] = {"base_model": base_model}
-        if isinstance(tags, list) and any(paths[0] in str(tag) for tag in tags):
-            changes["tags"] = [str(tag).replace(paths[0], base_model) for tag in tags]
+        if isinstance(tags, list) and any(str(tag).endswith(f":{values[0]}") for tag in tags):
+            changes["tags"] = [re.sub(f":{re.escape(values[0])}$", f":{base_model}", str(tag)) for tag in tags]
         if (named := with_keys(text, changes)) != text:
             return named
+    paths = [each for each in values if not is_hub_id(each)]
+    if not paths:
+        return text
     what = f"the model card names the base model by a local path: base_model is {paths[0]}"
     hint = "add --base-model ORG/NAME to put the hub id into the uploaded card, or fix README.md"
     raise UnreadableError(what, where=CARD_NAME, hint=hint)

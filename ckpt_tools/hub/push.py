@@ -15,10 +15,19 @@ from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checkpoint.formats._json import parse_json
 from ckpt_tools.checkpoint.formats.format import read_document
 from ckpt_tools.errors import CkptError, HubError, MissingError, UnreadableError, UsageError
-from ckpt_tools.hub.card import MAX_CARD_BYTES, CardFacts, Sample, build_card, facts_in, notes_on
+from ckpt_tools.hub.card import (
+    MAX_CARD_BYTES,
+    CardFacts,
+    Sample,
+    build_card,
+    facts_in,
+    merged_with,
+    notes_on,
+    replaced_in,
+)
 from ckpt_tools.hub.check import check_directory
 from ckpt_tools.hub.client import Hub, Log, client_errors, is_transient, quiet_client, to_refusal
-from ckpt_tools.hub.facts import facts_of
+from ckpt_tools.hub.facts import configs_naming, facts_of, refuse_assumed, refuse_contradictions
 from ckpt_tools.hub.front_matter import CARD_NAME, name_base, read_front_matter
 from ckpt_tools.hub.plan import (
     LocalFile,
@@ -34,6 +43,7 @@ from ckpt_tools.hub.plan import (
     stale_weights,
 )
 from ckpt_tools.hub.secrets import refuse_secrets
+from ckpt_tools.hub.stranger import check_loads
 from ckpt_tools.hub.training import ai_toolkit_config, value_at
 from ckpt_tools.options import Doc, default_num_workers, takes
 from ckpt_tools.options.hub import PushFields
@@ -58,6 +68,7 @@ _MEDIA = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4", ".webm")
 _MAX_TEXT_BYTES = 1 << 20
 _MAX_CHUNKS = 10_000
 _MAX_PROMPT_CHARS = 2_000
+_MAX_SHOWN = 20  # Files that somebody else changed
 _OF_STEP = re.compile(r".*?__(\d+)_(\d+)\.\w+|(?:.*_)?(e?\d{6})_(\d{2})_\d{14}(?:_\d+)?\.\w+", re.ASCII)
 """Step and index in the names that ai-toolkit, and those that kohya and musubi give."""
 _NEGATIVE = re.compile(r"\n(?:Negative prompt: |Steps: \d)")  # Ends the prompt in AUTOMATIC1111's text
@@ -273,7 +284,7 @@ def commit(
     deletions: Sequence[CommitOperationDelete],
     local: Mapping[str, LocalFile],
     *,
-    parent: str | None,
+    base: Remote,
     message: str,
     create_pr: bool,
 ) -> Committed:
@@ -284,13 +295,15 @@ def commit(
     somebody else committed meanwhile, the hub refused, or the outcome is not known.
     """
     operations: list[CommitOperationAdd | CommitOperationDelete] = [*additions, *deletions]
-    doing = "opening the pull request" if create_pr else "committing"
+    doing, parent = "opening the pull request" if create_pr else "committing", base.commit
     for attempt in range(1, MAX_COMMIT_TRIES + 1):
         try:
             return _send(hub, operations, parent_commit=parent, commit_message=message, create_pr=create_pr)
         except client_errors() as error:
             refusal = to_refusal(error, hub.account.token)
             problem = hub.error(doing, refusal, attempts=attempt)
+        if refusal.status == 412:
+            raise _overtaken(hub, base, hub.snapshot(), local, message) from None
         if not is_transient(refusal):
             raise problem from None
         may_be_done = refusal.was_sent and refusal.status != 429  # the hub may have committed, and its answer got lost
@@ -299,7 +312,10 @@ def commit(
             hint = f"check whether the pull request exists before you run the command again: {page}"
             raise HubError(problem.what, where=problem.where, hint=hint)
         if may_be_done and (now := hub.snapshot()).commit != parent:
-            return _recognise(hub, now, additions, deletions, local)
+            if _is_ours(now, additions, deletions, local):
+                note = "the hub made the commit, but its response was lost"
+                return Committed(oid=str(now.commit), pull_request=None, notes=(note,))
+            raise _overtaken(hub, base, now, local, message)
         if attempt < MAX_COMMIT_TRIES:
             hub.pause(doing, max(2.0 ** (attempt - 1), refusal.retry_after_s or 0.0))
     raise problem
@@ -319,19 +335,33 @@ def _send(
     return Committed(oid=done.oid, pull_request=done.pr_url, notes=notes)
 
 
-def _recognise(
-    hub: Hub,
+def _is_ours(
     now: Remote,
     additions: Sequence[CommitOperationAdd],
     deletions: Sequence[CommitOperationDelete],
     local: Mapping[str, LocalFile],
-) -> Committed:
-    """Return the commit whose answer got lost, if the repository holds just what it would have made of it."""
+) -> bool:
+    """Return True if the repository holds just what the commit whose answer got lost would have made of it."""
     has_all = all(now.holds(local[addition.path_in_repo]) for addition in additions)
-    if now.commit is None or not has_all or any(gone.path_in_repo in now.files for gone in deletions):
-        raise hub.error("committing", RefusalError(412, ""))
-    note = "the hub made the commit, but its response was lost"
-    return Committed(oid=now.commit, pull_request=None, notes=(note,))
+    return now.commit is not None and has_all and not any(gone.path_in_repo in now.files for gone in deletions)
+
+
+def _overtaken(hub: Hub, base: Remote, now: Remote, local: Mapping[str, LocalFile], message: str) -> HubError:
+    """Return the error for somebody else's commit: what it changed, and whether ours is in the history."""
+    error, titles = hub.error("committing", RefusalError(412, "")), hub.titles(since=base.commit)
+    if not titles or message in titles:
+        error.add_note(f"whether this push was committed is not known: see {hub.account.endpoint}/{hub.repo}/commits")
+    else:
+        error.add_note("nothing of this push was committed")
+    changed = sorted(path for path in {*base.files, *now.files} if base.files.get(path) != now.files.get(path))
+    for path in changed[:_MAX_SHOWN]:
+        here, held = local.get(path), [each.files.get(path) for each in (base, now)]
+        before, theirs = ("none" if each is None else str(each.version["oid"]) for each in held)
+        ours = "none" if here is None else here.sha256 if 64 in (len(theirs), len(before)) else str(here.blob_id)
+        error.add_note(f"{escape_name(path)}: theirs {theirs[:12]}, ours {ours[:12]}, base {before[:12]}")
+    if len(changed) > _MAX_SHOWN:
+        error.add_note(f"… and {len(changed) - _MAX_SHOWN:,} more files changed")
+    return error
 
 
 def check_arrival(
@@ -418,17 +448,21 @@ class Push:
             wanted = {"include": options.include, "exclude": options.exclude}
             chosen, left_out = list_directory(source, **wanted, keep_pickles=options.keep_pickles)
             self._kind, self._adapters, self._notes = check_directory(source, chosen, num_workers=self._num_workers)
+            if not options.accept_assumed:
+                refuse_assumed(self._adapters)
             hub = self._hub = Hub(account, options.repo, revision=options.revision, log=self._log)
+            self._message = options.commit_message or f"Upload {hub.repo.rpartition('/')[2]} with ckpt"
             receiver = options.progress(sum(chosen.values())) if options.progress is not None else None
             self._local = digest_files(source, chosen, num_workers=self._num_workers, progress=receiver)
             named = {"the commit message": options.commit_message, "the name of the branch": options.revision}
             texts = {**named, "the name of the repository": options.repo}
             self._not_searched = refuse_secrets(source, self._local.values(), account.token, texts)
             self._find_remote()
-            self._add_card()
+            self._name_base(self._add_card())
             # The card says what configs and headers say.
             made = (file for file in self._local.values() if file.content is not None)
             refuse_secrets(source, made, account.token)
+            self._notes += check_loads(source, self._local, self._kind)
             self._plan()
             self._validate_card()
             created = not self._remote.exists and not self._is_alone
@@ -477,58 +511,80 @@ class Push:
             what = f"{hub.repo} does not exist, so it has no revision {hub.revision!r}"
             raise HubError(what, where=hub.where, hint="push to main first")
 
-    def _add_card(self) -> None:
-        """Add the model card, or what the README lacks; the directory itself stays as it is."""
+    def _name_base(self, base_model: str | None) -> None:
+        """Let the adapter's config name the base that the card names; the directory itself stays as it is."""
+        if base_model is not None and not self._is_alone and not self._hub.has(base_model):
+            where = self._hub.account.endpoint
+            self._notes.append(f"base model {base_model}: private, or not known at {where}; not everybody can load it")
+        accept = self._options.accept_assumed
+        for path, content, note in configs_naming(self._source, self._local, base_model, accept_assumed=accept):
+            self._local[path] = file_of_bytes(path, content)
+            self._notes.append(note)
+
+    def _add_card(self) -> str | None:
+        """Add the model card, or what the README lacks, and return the base; the directory itself stays as it is."""
         asked, source = self._asked, self._source
         here, there = self._local.get(CARD_NAME), self._remote.files.get(CARD_NAME)
         nbytes = here.nbytes if here is not None else there.nbytes if there is not None else 0
         was_left_out = bool(self._options.include) or CARD_NAME in source.list_files(max_depth=0)
         is_kept = self._options.card is False or (here is None and was_left_out)
         if is_kept and here is None:
-            return
+            return asked.base_model
         try:
             text = self._card_so_far(nbytes) if here is not None or nbytes <= MAX_CARD_BYTES else None
         except UnicodeDecodeError as error:
             if here is None:
                 self._notes.append(f"{CARD_NAME} is not UTF-8 text: left unchanged")
-                return
+                return asked.base_model
             what = "the model card is not UTF-8 text, which the hub's client refuses"
             hint = f"save it as UTF-8, or leave it out: --exclude {CARD_NAME}"
             raise UnreadableError(what, where=CARD_NAME, hint=hint) from error
         if is_kept or nbytes > MAX_CARD_BYTES:
             name_base(text or "", None)
             self._notes += [] if is_kept else [f"{CARD_NAME} is too large to add to: left unchanged"]
-            return
+            return asked.base_model
+        before = text
         if text is not None:
-            text, before = name_base(text, asked.base_model), text
-            if text != before:
-                old = read_front_matter(before).get("base_model")
-                how = "the base model by a local path" if old else "no base model"
-                self._notes.append(f"{CARD_NAME} named {how}: the uploaded card names {asked.base_model}")
+            text = name_base(text, asked.base_model)
         gallery: tuple[Sample, ...] = ()
         if asked.samples is not None:
             gallery, notes = add_gallery(os.fspath(asked.samples), self._directory, self._local)
             self._notes += notes
-        said = (CardFacts() if text is None else facts_in(text)).or_else(asked)
+        said = asked.or_else(CardFacts() if text is None else facts_in(text))
         facts = facts_of(source, self._local, self._kind, self._adapters, base_model=said.base_model)
         facts = replace(said.or_else(facts), gallery=gallery)
         if text is None or not read_front_matter(text).get("base_model"):
             self._notes += facts.notes
         if text is None and facts.is_empty:
-            return
+            return facts.base_model
         card = build_card(facts, repo=self._hub.repo, existing=text, asked=asked)
-        self._notes += notes_on(facts, asked, card)
+        self._notes += [*notes_on(facts, asked, card), *replaced_in(before or "", card)]
+        refuse_contradictions(card, self._kind, self._adapters, facts.base_model)
         self._local[CARD_NAME] = file_of_bytes(CARD_NAME, card.encode("utf-8"))
         self._local = dict(sorted(self._local.items()))
+        return facts.base_model
 
     def _card_so_far(self, nbytes: int) -> str | None:
-        """Return the README that is here, or else on the hub; None where there is none."""
-        if CARD_NAME in self._local:
-            return self._source.read(CARD_NAME, 0, nbytes).decode("utf-8")
-        if CARD_NAME not in self._remote.files:
-            return None
+        """Return the README that is here with the keys of the hub's, or else the hub's; None where there is none.
+
+        A text that somebody wrote on the hub is not replaced by the one here.
+        """
+        here, there = self._local.get(CARD_NAME), self._remote.files.get(CARD_NAME)
+        ours = None if here is None else self._source.read(CARD_NAME, 0, nbytes).decode("utf-8-sig")
+        if there is None or (here is not None and (self._remote.holds(here) or there.nbytes > MAX_CARD_BYTES)):
+            return ours
         with self._hub.open(self._remote, [CARD_NAME]) as source:
-            return source.read(CARD_NAME, 0, nbytes).decode("utf-8")
+            theirs = source.read(CARD_NAME, 0, there.nbytes).decode("utf-8-sig")
+        if ours is None:
+            return theirs
+        merged, is_same = merged_with(ours, theirs)
+        if not (is_same or self._options.replace_card or self._hub.was_last(self._message)):
+            what = (
+                "the README.md on the hub says something else than the one here, and its last commit is not this push's"
+            )
+            hint = "keep the hub's: --exclude README.md; or put what it says into the one here, then: --replace-card"
+            raise UsageError(what, where=f"{self._hub.account.endpoint}/{self._hub.repo}", hint=hint)
+        return merged
 
     def _validate_card(self) -> None:
         """Let the hub judge the card before anything is sent: by itself it does so after the upload."""
@@ -566,9 +622,8 @@ class Push:
         try:
             additions = upload(hub, self._source, planned, self._local, create_pr=pr, num_workers=self._num_workers)
             is_uploaded = True
-            message = options.commit_message or f"Upload {hub.repo.rpartition('/')[2]} with ckpt"
-            parent = self._remote.commit
-            done = commit(hub, additions, deletions, self._local, parent=parent, message=message, create_pr=pr)
+            base = self._remote
+            done = commit(hub, additions, deletions, self._local, base=base, message=self._message, create_pr=pr)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 where = f"{hub.account.endpoint}/{hub.repo}"

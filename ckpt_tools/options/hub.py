@@ -17,6 +17,9 @@ Private = Annotated[bool, Option("Create the repository as private; refuse a pub
 CreatePr = Annotated[bool, Option("Open a pull request instead of committing.")]
 Revision = Annotated[str | None, Option("Branch (default: main).", metavar="BRANCH")]
 CommitMessage = Annotated[str | None, Option("Commit message.", metavar="TEXT")]
+AcceptAssumed = Annotated[
+    bool, Option("Publish settings that no file or option states (scale, rsLoRA, base model) as assumed.")
+]
 Endpoint = Annotated[str | None, Option("Address of the hub (default: HF_ENDPOINT, or huggingface.co).", metavar="URL")]
 
 
@@ -32,6 +35,7 @@ class ExportPush:
     create_pr: CreatePr = False
     revision: Revision = None
     commit_message: CommitMessage = None
+    accept_assumed: AcceptAssumed = False
     endpoint: Endpoint = None
 
 
@@ -94,6 +98,8 @@ class PushFields:
         Option("Files to upload (repeatable). Without a slash, names in every directory match.", metavar="GLOB"),
     ] = ()
     exclude: Annotated[Sequence[str], Option("Files to skip (repeatable).", metavar="GLOB")] = ()
+    accept_assumed: AcceptAssumed = False
+    replace_card: Annotated[bool, Option("Replace a README.md on the hub that somebody else has changed.")] = False
     keep_pickles: Annotated[bool, Option("Upload pickles and code as well, which can run when loaded.")] = False
     delete_stale: Annotated[bool, Option("Delete weights beside the new ones that only the hub has.")] = False
     check: Annotated[

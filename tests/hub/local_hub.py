@@ -56,6 +56,7 @@ class Commit:
     parent: str | None
     title: str
     files: dict[str, File]
+    author: str
 
 
 @dataclass
@@ -64,10 +65,10 @@ class Repo:
     refs: dict[str, str] = field(default_factory=dict)
     commits: dict[str, Commit] = field(default_factory=dict)
 
-    def add(self, ref: str, files: dict[str, File], *, parent: str | None, title: str) -> Commit:
+    def add(self, ref: str, files: dict[str, File], *, parent: str | None, title: str, author: str = "me") -> Commit:
         held = sorted((path, file.sha256) for path, file in files.items())
         text = json.dumps([parent, title, held, len(self.commits)])
-        commit = Commit(hashlib.sha1(text.encode()).hexdigest(), parent, title, files)
+        commit = Commit(hashlib.sha1(text.encode()).hexdigest(), parent, title, files, author)
         self.commits[commit.oid] = commit
         self.refs[ref] = commit.oid
         return commit
@@ -277,6 +278,13 @@ class Handler(BaseHTTPRequestHandler):
             return self.resolve(*match.groups())
         if self.server.has_xet and re.fullmatch(r"/api/models/[\w.-]+/[\w.-]+/xet-write-token/.+", route):
             return self.give_xet_token()
+        if (match := re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)/commits/(.+)", route)) and command == "GET":
+            repo, rows = self.server.repos[match[1]], []
+            at = repo.at(match[2])
+            while at is not None:
+                rows.append({"id": at.oid, "title": at.title, "date": "", "authors": [{"user": at.author}]})
+                at = repo.commits.get(at.parent)
+            return self.send(200, rows)
         pattern = r"/api/models/([\w.-]+/[\w.-]+)(?:/(revision|tree|preupload|commit)/(.+))?"
         if match := re.fullmatch(pattern, route):
             return self.model(match[1], match[2] or "revision", match[3] or "main")

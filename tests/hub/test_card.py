@@ -20,7 +20,7 @@ from samples import safetensors_bytes, tensor
 
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.hub.card import CardFacts, LoadFacts, build_card, notes_on
-from ckpt_tools.hub.front_matter import hub_id_of, name_base, read_front_matter
+from ckpt_tools.hub.front_matter import hub_id_of, read_front_matter
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
@@ -102,7 +102,12 @@ def test_card_names_from_files_are_no_markup(name: str, value: str):
 def test_card_merged_is_valid_and_says_both(keys: dict[str, str], body: str):
     theirs = f"---\n{yaml.safe_dump(keys)}---\n{body}"
     merged = build_card(FACTS, repo="me/x", existing=theirs)
-    assert read_front_matter(merged) == {**read_front_matter(build_card(FACTS, repo="me/x")), **keys}
+    said = {key: value for key, value in keys.items() if value}  # an empty value is none
+    assert read_front_matter(merged) == {
+        **read_front_matter(build_card(FACTS, repo="me/x")),
+        **{k: v for k, v in keys.items() if k == "x"},
+        **said,
+    }
     assert merged.endswith(f"---\n{body}")
     assert notes_on(FACTS, CardFacts(), merged) == []
 
@@ -135,6 +140,7 @@ def test_hub_id_of_path_is_none(text: str, expected: str | None):
 
 def test_push_adapter_card_comes_from_its_config(hub: Hub, push_json, tmp_path: Path):
     adapter = write_adapter(tmp_path / "adapter", base_model_name_or_path="org/base", use_rslora=True)
+    hub.make("org/base")
     document = push_json(adapter, "me/lora", "--license", "mit")
     card = hub.files("me/lora")["README.md"].decode()
     assert front(card)["base_model"] == "org/base"
@@ -149,14 +155,21 @@ def test_push_local_base_model_is_left_out_and_said(hub: Hub, push_json, tmp_pat
     monkeypatch.chdir(tmp_path)
     for number, path in enumerate(("/data/models/base", "models/base")):
         adapter = write_adapter(tmp_path / f"adapter{number}", base_model_name_or_path=path)
-        document = push_json(adapter, f"me/lora{number}")
+        error = push_json(adapter, f"me/lora{number}", code=2)
+        assert (f"local path ({path})" in error["what"], error["where"]) == (True, "adapter_config.json")
+        assert "--base-model" in error["hint"]
+        document = push_json(adapter, f"me/lora{number}", "--accept-assumed")
         assert any(f"local path ({path})" in text for text in document["notes"])
+        assert path.encode() not in b"".join(hub.files(f"me/lora{number}").values())
         card = hub.files(f"me/lora{number}")["README.md"].decode()
         assert "base_model" not in front(card)
         assert path not in card
+    hub.make("org/base")
     document = push_json(adapter, "me/named", "--base-model", "org/base")
     assert front(hub.files("me/named")["README.md"].decode())["base_model"] == "org/base"
-    assert all("parameters" in note for note in document["notes"])
+    assert json.loads(hub.files("me/named")["adapter_config.json"])["base_model_name_or_path"] == "org/base"
+    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == "models/base"
+    assert any("models/base; the uploaded file says org/base" in note for note in document["notes"])
     assert "is not a hub id" in push_json(adapter, "me/other", "--base-model", "/data/base", code=2)["what"]
 
 
@@ -181,7 +194,7 @@ def test_push_card_that_names_a_path_is_refused_or_named(hub: Hub, push_json, tm
         assert "--base-model" in error["hint"]
     assert hub.writes == []
     document = push_json(adapter, "me/lora", "--base-model", "org/base")
-    assert any("local path" in note for note in document["notes"])
+    assert any(f"base_model was {path}, now org/base" in note for note in document["notes"])
     card = hub.files("me/lora")["README.md"].decode()
     head, body = text.split("---\n\n")
     more = "base_model_relation: adapter\npipeline_tag: text-generation\n---\n\n"
@@ -189,12 +202,25 @@ def test_push_card_that_names_a_path_is_refused_or_named(hub: Hub, push_json, tm
     assert (adapter / "README.md").read_text() == text
 
 
-@pytest.mark.parametrize("base", ["org/base", "gpt2", "[org/a, org/b]", '"org/base"'])
-def test_push_card_that_names_ids_stays(hub: Hub, push_json, tmp_path: Path, base: str):
+@pytest.mark.parametrize("base", ["org/base", "gpt2", "[org/a]", '"org/base"', "''", "[]", ""])
+def test_push_option_names_another_base(hub: Hub, push_json, tmp_path: Path, base: str):
     adapter = write_adapter(tmp_path / "adapter", base_model_name_or_path="org/base")
     (adapter / "README.md").write_text(f"---\nbase_model: {base}\n---\nText\n")
-    push_json(adapter, "me/lora", "--base-model", "org/other")
-    assert f"base_model: {base}\n" in hub.files("me/lora")["README.md"].decode()
+    notes = push_json(adapter, "me/lora", "--base-model", "org/other")["notes"]
+    assert front(hub.files("me/lora")["README.md"].decode())["base_model"] == "org/other"
+    assert any("base_model was" in note for note in notes) == (len(base) > 3)
+    config = json.loads(hub.files("me/lora")["adapter_config.json"])
+    assert config["base_model_name_or_path"] == "org/other"
+
+
+@pytest.mark.parametrize("keys", ["base_model: [org/a, org/b]", "{base_model: org/a}"])
+def test_push_card_in_which_the_base_cannot_be_replaced_is_refused(hub: Hub, push_json, tmp_path: Path, keys: str):
+    adapter = write_adapter(tmp_path / "adapter", base_model_name_or_path="org/a")
+    (adapter / "README.md").write_text(f"---\n{keys}\n---\nText\n")
+    error = push_json(adapter, "me/lora", "--base-model", "org/other", code=2)
+    assert ("the base model is org/other" in error["what"], error["where"], hub.writes) == (True, "README.md", [])
+    push_json(adapter, "me/lora")
+    assert f"---\n{keys}\n" in hub.files("me/lora")["README.md"].decode()
 
 
 def test_push_card_with_a_path_in_a_list_is_refused(hub: Hub, push_json, tmp_path: Path):
@@ -287,11 +313,3 @@ def test_pushed_adapter_loads_by_the_code_of_its_card(hub: Hub, push_json, envir
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == expected
-
-
-def test_card_that_names_no_base_model_gets_the_one_that_is_given() -> None:
-    """PEFT writes base_model: '' where it knows none."""
-    text = "---\nbase_model: ''\nlibrary_name: peft\n---\n\n# x\n"
-    assert read_front_matter(name_base(text, "org/base")) == {"base_model": "org/base", "library_name": "peft"}
-    assert name_base(text, None) == text
-    assert name_base(text.replace("''", "[]"), "org/base") == text.replace("''", "org/base")

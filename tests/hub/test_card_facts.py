@@ -18,7 +18,7 @@ from samples import safetensors_bytes, write_model
 
 from ckpt_tools import api
 from ckpt_tools.errors import UsageError
-from ckpt_tools.hub.card import CardFacts, build_card, facts_in
+from ckpt_tools.hub.card import CardFacts, Sample, build_card, facts_in
 from ckpt_tools.hub.facts import tag_of, task_of_adapter, task_of_class
 from ckpt_tools.hub.push import add_gallery
 from ckpt_tools.hub.training import training_of
@@ -67,7 +67,9 @@ def test_push_lora_of_a_picture_model_has_the_card_that_people_want(hub: Hub, pu
     secret = {"modelspec.trigger_phrase": "sks <b>dog</b>", "ss_dataset_dirs": '{"/home/me/x": 1}'}
     lora = write_kohya(tmp_path / "lora", **meta, **secret)
     own = ["--license-name", "flux-1-dev", "--license-link", "https://x.y/z", "--language", "en"]
-    push_json(lora, "me/style", "--base-model", FLUX, *own, "--tag", "cute", "--dataset", "me/data")
+    assert "use_rslora=false" in push_json(lora, "me/style", "--base-model", FLUX, code=2)["what"]
+    assert hub.writes == []
+    push_json(lora, "me/style", "--accept-assumed", "--base-model", FLUX, *own, "--tag", "cute", "--dataset", "me/data")
     card = card_of(hub, "me/style")
     assert front(card) == {
         "base_model": FLUX,
@@ -96,7 +98,7 @@ def test_push_lora_of_a_picture_model_has_the_card_that_people_want(hub: Hub, pu
     assert "seed" not in body
     assert "| alpha&#95;pattern | &#123;&#125; | assumed&#58; not recorded |" in body
     # Again, without a word: what the card says stays, and so does every letter.
-    assert set(states(push_json(lora, "me/style")).values()) == {"unchanged"}
+    assert set(states(push_json(lora, "me/style", "--accept-assumed")).values()) == {"unchanged"}
     assert card_of(hub, "me/style") == card
 
 
@@ -125,6 +127,7 @@ def test_push_result_of_ckpt_says_how_it_was_made(hub: Hub, push_json, tmp_path:
     config = {"config.json": b'{"architectures": ["OwnForCausalLM"], "model_type": "llama"}'}
     base = write_model(tmp_path / "base", weight, assets=config)
     api.merge_lora(base, write_adapter(tmp_path / "adapter"), tmp_path / "merged")
+    hub.make("org/base")
     document = push_json(tmp_path / "merged", "me/merged", "--base-model", "org/base")
     keys = front(card_of(hub, "me/merged"))
     assert (keys["base_model"], keys["base_model_relation"]) == ("org/base", "finetune")
@@ -255,15 +258,16 @@ def test_samples_of_another_content_are_not_taken_for_those_here(tmp_path: Path)
         ("tags:\n-   a\n- b\n# mine\nx:   no\n", "tags:\n- a\n- b\n- new\n# mine\nx:   no\n"),
         ("tags:\n  - a\n  - b\n\nx: 1\n", "tags:\n- a\n- b\n- new\n\nx: 1\n"),
         ("tags: [a, b]\n", "tags:\n- a\n- b\n- new\n"),
-        ("tags: a\n", "tags: a\n"),
+        ("tags: a\n", "tags:\n- a\n- b\n- new\n"),
+        ("tags: [no, 1.0]\n", "tags:\n- 'no'\n- '1.0'\n- b\n- new\n"),
         ("x: &t [a, b]\ntags: *t\n", "x: &t [a, b]\ntags:\n- a\n- b\n- new\n"),
-        ('"tags": [a, b]\n', '"tags": [a, b]\n'),
+        ('"tags": [a, b]\n', "tags:\n- a\n- b\n- new\n"),
     ],
 )
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 def test_card_lists_are_united_where_asked(tags: str, expected: str, newline: str):
     text = f"---\n# my card\nlicense:   mit\n{tags}---\nText\n".replace("\n", newline)
-    asked = CardFacts(tags=("b", "new"), license="other")
+    asked = CardFacts(tags=("b", "new"))
     merged = build_card(asked, repo="me/x", existing=text, asked=asked)
     assert merged == f"---\n# my card\nlicense:   mit\n{expected}---\nText\n".replace("\n", newline)
     assert build_card(asked, repo="me/x", existing=text) == text
@@ -280,20 +284,110 @@ def test_card_sections_of_ckpt_are_written_anew_and_nothing_else(newline: str):
     assert facts_in(mine).base_model == "org/base"
 
 
-def test_push_card_keeps_its_base_and_license_and_says_so(hub: Hub, push_json, tmp_path: Path):
+def test_push_options_replace_what_a_card_says_and_say_so(hub: Hub, push_json, tmp_path: Path):
     adapter = write_adapter(tmp_path / "a", base_model_name_or_path="org/base")
     text = "---\nbase_model: org/mine\nlicense: mit\ntags:\n---\n<!-- ckpt:load --><!-- /ckpt:load -->\n"
     (adapter / "README.md").write_text(text)
     (tmp_path / "a.jpg").write_bytes(b"x")
     (tmp_path / "a.txt").write_text("cat")
-    (note,) = push_json(adapter, "me/a", "--samples", tmp_path, "-n")["notes"]
-    assert "has no <Gallery />" in note
+    hub.make("org/other")
+    push_json(adapter, "me/a")
+    assert 'from_pretrained("org/mine")' in card_of(hub, "me/a")
     document = push_json(adapter, "me/a", "--base-model", "org/other", "--license", "apache-2.0", "--tag", "x")
-    (note,) = document["notes"]
-    assert "keeps its own values: base_model: org/mine; license: mit; tags: None" in note
+    notes = [note for note in document["notes"] if "README" in note]
+    assert notes == ["README.md: base_model was org/mine, now org/other", "README.md: license was mit, now apache-2.0"]
     card = card_of(hub, "me/a")
-    assert 'from_pretrained("org/mine")' in card
-    assert "org/other" not in card
+    assert 'from_pretrained("org/other")' in card
+    assert "org/mine" not in card
+    config = json.loads(hub.files("me/a")["adapter_config.json"])
+    assert config["base_model_name_or_path"] == "org/other"
+    push_json(adapter, "me/a", "--base-model", "org/other", "--samples", tmp_path)
+    assert card_of(hub, "me/a").index("<Gallery />") < card_of(hub, "me/a").index("<!-- ckpt:load -->")
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+@pytest.mark.parametrize("head", ["", "---\nlicense: mit\n---\n\n", "---\nlicense: mit\n---\n# Mine\n\n", "# Mine\n"])
+def test_card_gets_a_gallery_where_there_is_none(head: str, newline: str):
+    facts = CardFacts(gallery=(Sample("a.jpg", "cat"),), samples="s")
+    old = f"{head}Text\n```\n# code\n```\n".replace("\n", newline)
+    card = build_card(facts, repo="me/x", existing=old, asked=facts)
+    section = newline.join(["<!-- ckpt:gallery -->", "<Gallery />", "<!-- /ckpt:gallery -->", "", "Text", ""])
+    assert section in card
+    assert card.replace(section, f"Text{newline}").endswith(old.partition("---" + newline)[2].rpartition("---")[2])
+    assert ModelCard(card).data.widget == [{"text": "cat", "output": {"url": "a.jpg"}}]
+    assert build_card(facts, repo="me/x", existing=card, asked=facts) == card
+
+
+LICENSED = {"license": "mit", "datasets": ["me/d"], "own": 7}
+ODD = {
+    "plain": "---\nlicense: mit\ndatasets: [me/d]\nown: 7\n---\nText\n",
+    "blank line": "\n---\nlicense: mit\ndatasets: [me/d]\nown: 7\n---\nText\n",
+    "spaces": "  \n \t\n ---\nlicense: mit\ndatasets: [me/d]\nown: 7\n---\nText\n",
+    "bom": "\ufeff---\nlicense: mit\ndatasets: [me/d]\nown: 7\n---\nText\n",
+    "bom and blank": "\ufeff\n\n---\nlicense: mit\ndatasets: [me/d]\nown: 7\n---\nText\n",
+    "crlf": "---\r\nlicense: mit\r\ndatasets: [me/d]\r\nown: 7\r\n---\r\nText\r\n",
+    "blank line and crlf": "\r\n---\r\nlicense: mit\r\ndatasets: [me/d]\r\nown: 7\r\n---\r\nText\r\n",
+    "tabs": "\t---\nlicense: mit # mine\t\ndatasets: [me/d]\nown: 7\n---\t\nText\n",
+    "quoted keys": "---\n\"license\": 'mit'\n'datasets': [\"me/d\"]\nown: 7\n---\nText\n",
+    "anchors": "---\nlicense: &l mit\ndatasets:\n  - me/d\nown: 7\nlicense_too: *l\n---\nText\n",
+    "no body": "---\nlicense: mit\ndatasets:\n- me/d\nown: 7\n---",
+    "rule below": "---\nown: 7\ndatasets: [me/d]\nlicense: mit\n---\n\n---\nlicense: none\n---\n",
+}
+
+
+@pytest.mark.parametrize("text", ODD.values(), ids=ODD)
+def test_no_key_of_an_odd_readme_is_lost(hub: Hub, push_json, tmp_path: Path, text: str):
+    """As the hub's own client reads it, before and after: here, and on the hub."""
+    adapter = write_adapter(tmp_path / "a", base_model_name_or_path="org/base")
+    (adapter / "README.md").write_bytes(text.encode())
+    before = ModelCard.load(adapter / "README.md").data.to_dict()
+    assert LICENSED.items() <= before.items()
+    hub.make("me/there", {"README.md": text.encode()})
+    push_json(adapter, "me/here", "--tag", "new")
+    (adapter / "README.md").unlink()
+    push_json(adapter, "me/there", "--tag", "new", "--dataset", "me/more")
+    for repo in ("me/here", "me/there"):
+        (tmp_path / "after.md").write_bytes(hub.files(repo)["README.md"])
+        after = ModelCard.load(tmp_path / "after.md").data.to_dict()
+        more = {"datasets": ["me/d", "me/more"]} if repo == "me/there" else {}
+        assert (before | more).items() <= after.items()
+        assert (after["base_model"], "new" in after["tags"]) == ("org/base", True)
+
+
+@pytest.mark.parametrize(
+    "word", ["1e5", "2024-01-01", "no", "0o7", "1_000", "12:30", "0x1F", ".5", "y", "~", "1.0", "+1"]
+)
+def test_words_that_some_yaml_reads_as_something_else_are_quoted(word: str):
+    card = build_card(CardFacts(instance_prompt=word, tags=(word, "a")), repo="me/x")
+    assert f"instance_prompt: '{word}'\n" in card
+    assert f"- '{word}'\n- a\n" in card
+    assert ModelCard(card).data.instance_prompt == word
+
+
+@pytest.mark.parametrize(
+    ("front_matter", "options", "what"),
+    [
+        ("license: mit\nlicense_name: own", (), "license is mit, but license_name is own"),
+        ("base_model_relation: finetune", (), "base_model_relation is finetune, but this is an adapter"),
+        ("license: mit", ("--base-model-relation", "merge"), "base_model_relation is merge"),
+        ("base_model: stabilityai/stable-diffusion-xl-base-1.0", (), "but the adapter is for llm"),
+    ],
+)
+def test_card_that_contradicts_itself_is_refused(hub: Hub, push_json, tmp_path: Path, front_matter, options, what):
+    adapter = write_adapter(tmp_path / "a", base_model_name_or_path="org/base")
+    (adapter / "README.md").write_text(f"---\n{front_matter}\n---\n")
+    error = push_json(adapter, "me/a", *options, code=2)
+    assert (what in error["what"], error["where"], hub.writes) == (True, "README.md", [])
+    assert error["hint"]
+
+
+def test_new_license_takes_the_old_ones_name_along(hub: Hub, push_json, tmp_path: Path):
+    adapter = write_adapter(tmp_path / "a", base_model_name_or_path="org/base")
+    push_json(adapter, "me/a", "--license-name", "own", "--license-link", "https://x.y/z")
+    notes = push_json(adapter, "me/a", "--license", "mit")["notes"]
+    assert "README.md: license_name was own, now removed" in notes
+    keys = front(card_of(hub, "me/a"))
+    assert (keys["license"], "license_name" in keys, "license_link" in keys) == ("mit", False, False)
 
 
 def test_push_card_that_the_hub_refuses_is_refused_before_anything_is_sent(hub: Hub, push_json, tmp_path: Path):

@@ -14,6 +14,8 @@ from samples import safetensors_bytes, tensor
 # The client uploads with an argument that its own HTTP library finds old-fashioned.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
+KNOWN = ("--accept-assumed",)
+
 
 def write_source(directory: Path, *, is_dead: bool = False) -> Path:
     fqn = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
@@ -27,7 +29,7 @@ def write_source(directory: Path, *, is_dead: bool = False) -> Path:
 
 def test_export_with_push_sends_what_was_written(hub: Hub, run, tmp_path: Path):
     source, out = write_source(tmp_path / "run"), tmp_path / "out"
-    options = ("--alpha", 8, "--base-model", "org/base", "--push", "me/lora", "--license", "mit", "--private")
+    options = ("--alpha", 8, *KNOWN, "--base-model", "org/base", "--push", "me/lora", "--license", "mit", "--private")
     code, text, error = run("export-lora", source, out, *options, "--json")
     assert code == 0, error
     document = json.loads(text)
@@ -57,7 +59,8 @@ def test_export_for_picture_models_has_their_card(hub: Hub, run, tmp_path: Path,
     options = f"--to {target} --architecture flux1 --alpha 4 --push me/{target} --instance-prompt sks".split()
     for base in ("/home/me/flux", "black-forest-labs/FLUX.1-dev"):
         out = tmp_path / base.rpartition("/")[2]
-        code, _, error = run("export-lora", source, out, *options, "--base-model", base, "--overwrite")
+        more = ("--accept-assumed",) if base[0] == "/" else ()
+        code, _, error = run("export-lora", source, out, *options, "--base-model", base, "--overwrite", *more)
         assert code == 0, error
         card = hub.files(f"me/{target}")["README.md"].decode()
         assert "/home/me" not in card
@@ -72,7 +75,7 @@ def test_export_for_picture_models_has_their_card(hub: Hub, run, tmp_path: Path,
 
 def test_export_of_a_dead_adapter_sends_nothing(hub: Hub, run, tmp_path: Path):
     source = write_source(tmp_path / "run", is_dead=True)
-    code, text, _ = run("export-lora", source, tmp_path / "out", "--alpha", 8, "--push", "me/lora", "--json")
+    code, text, _ = run("export-lora", source, tmp_path / "out", "--alpha", 8, *KNOWN, "--push", "me/lora", "--json")
     assert code == 3
     assert "push" not in json.loads(text)
     assert not (tmp_path / "out").exists()
@@ -82,7 +85,7 @@ def test_export_of_a_dead_adapter_sends_nothing(hub: Hub, run, tmp_path: Path):
 def test_export_whose_push_fails_keeps_what_was_written_and_says_so(hub: Hub, run, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     source, out = write_source(tmp_path / "run"), tmp_path / "out"
-    code, _, error = run("export-lora", source, out, "--alpha", 8, "--push", "me/lora")
+    code, _, error = run("export-lora", source, out, "--alpha", 8, *KNOWN, "--push", "me/lora")
     assert code == 1
     assert (out / "adapter_config.json").exists()
     assert f"ckpt push {out} me/lora" in error
@@ -108,11 +111,11 @@ def scratch(tmp_path: Path, monkeypatch) -> Path:
 def test_dry_run_says_what_the_push_would_send_and_leaves_nothing(hub: Hub, run, tmp_path: Path, scratch: Path):
     source, out = write_source(tmp_path / "run"), tmp_path / "out"
     options = ("--base-model", "org/base", "--push", "me/lora", "--json")
-    code, shown, error = run("export-lora", source, out, "--alpha", 8, *options[:-1], "-n")
+    code, shown, error = run("export-lora", source, out, "--alpha", 8, *KNOWN, *options[:-1], "-n")
     assert code == 0, error
     assert "would create it; 3 new" in shown
     assert str(scratch) not in shown + error
-    code, text, error = run("export-lora", source, out, "--alpha", 8, *options, "--dry-run")
+    code, text, error = run("export-lora", source, out, "--alpha", 8, *KNOWN, *options, "--dry-run")
     assert code == 0, error
     planned = json.loads(text)
     assert planned["destination"] == str(out)
@@ -121,13 +124,13 @@ def test_dry_run_says_what_the_push_would_send_and_leaves_nothing(hub: Hub, run,
     assert hub.writes == []
     assert not out.exists()
     assert not list(scratch.iterdir())
-    code, text, error = run("export-lora", source, out, "--alpha", 8, *options)
+    code, text, error = run("export-lora", source, out, "--alpha", 8, *KNOWN, *options)
     assert code == 0, error
     assert states(json.loads(text)["push"]) == states(planned["push"])
     assert {each["file"] for each in planned["plan"]["files"]} == {path.name for path in out.iterdir()}
     num_writes = len(hub.writes)
     # Once more, with another alpha: that is in the configuration, and in the card, which is there already.
-    code, text, error = run("export-lora", source, tmp_path / "other", "--alpha", 4, *options, "--dry-run")
+    code, text, error = run("export-lora", source, tmp_path / "other", "--alpha", 4, *KNOWN, *options, "--dry-run")
     assert code == 0, error
     again = states(json.loads(text)["push"])
     assert again["adapter_model.safetensors"] == "unchanged"
@@ -138,11 +141,11 @@ def test_dry_run_says_what_the_push_would_send_and_leaves_nothing(hub: Hub, run,
 
 def test_dry_run_of_a_push_finds_what_the_export_would(hub: Hub, run, tmp_path: Path, scratch: Path, monkeypatch):
     source = write_source(tmp_path / "run", is_dead=True)
-    options = ("--alpha", 8, "--push", "me/lora", "--dry-run")
+    options = ("--alpha", 8, *KNOWN, "--push", "me/lora", "--dry-run")
     code, text, _ = run("export-lora", source, tmp_path / "out", *options, "--json")
     assert code == 3
     document = json.loads(text)
-    assert {each["code"] for each in document["findings"]} == {"adapter-zero", "assumed"}
+    assert "adapter-zero" in {each["code"] for each in document["findings"]}
     assert "push" not in document
     (tmp_path / "there").mkdir()
     assert run("export-lora", source, tmp_path / "there", *options)[0] == 5
@@ -152,3 +155,28 @@ def test_dry_run_of_a_push_finds_what_the_export_would(hub: Hub, run, tmp_path: 
     assert "is written" not in error
     assert not list(scratch.iterdir())
     assert not (tmp_path / "out").exists()
+
+
+def test_assumed_settings_are_not_published(hub: Hub, run, push_json, tmp_path: Path):
+    """A run's factors without their configuration: with rsLoRA the scale would be another."""
+    source, out = write_source(tmp_path / "run"), tmp_path / "out"
+    options = ("--alpha", 8, "--base-model", "org/base", "--push", "me/lora")
+    for more in ((), ("-n",)):
+        code, shown, error = run("export-lora", source, out, *options, *more)
+        error += shown
+        assert code == 3
+        for field in ("use_rslora", "init_lora_weights", "alpha_pattern"):
+            assert f"{field} is assumed" in error
+        assert "--config use_rslora=false" in error
+        assert "--accept-assumed" in error
+        assert not out.exists()
+    assert run("export-lora", source, out, *options[:4])[0] == 0  # here it may be written, and says so
+    error = push_json(out, "me/lora", code=2)
+    assert ("use_rslora=false" in error["what"], "--accept-assumed" in error["hint"]) == (True, True)
+    assert hub.writes == []
+    push_json(out, "me/lora", "--accept-assumed")
+    config = json.loads((out / "adapter_config.json").read_text()) | {"use_rslora": True}
+    (source.parent / "adapter_config.json").write_text(json.dumps(config))
+    code, _, error = run("export-lora", source, tmp_path / "known", *options[4:])
+    assert code == 0, error
+    assert json.loads(hub.files("me/lora")["adapter_config.json"])["use_rslora"] is True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,8 +14,9 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from hub.conftest import states
-from hub.local_hub import READ_TOKEN, WRITE_TOKEN, Fault, Hub
+from hub.local_hub import READ_TOKEN, WRITE_TOKEN, Fault, File, Hub, blob_id
 from samples import MODEL, safetensors_bytes, shard_model, write_model
 
 from ckpt_tools import api
@@ -651,3 +653,72 @@ def test_push_that_is_stopped_commits_nothing_and_is_run_again(hub, environment,
     assert not any(first in request.path for request in hub.puts())
     assert hub.files("me/model")[WEIGHTS[1]] == (model / WEIGHTS[1]).read_bytes()
     assert len(hub.repos["me/model"].commits) == 2
+
+
+def test_push_says_what_somebody_else_changed_and_a_rerun_replaces_no_readme_of_theirs(hub: Hub, push, model: Path):
+    (model / "README.md").write_text("---\nlicense: mit\n---\nMine\n")
+    assert push(model, "me/model")[0] == 0
+    repo = hub.repos["me/model"]
+    ours = dict(repo.at("main").files)
+    (model / "README.md").write_text("---\nlicense: mit\n---\nMine, again\n")
+
+    def somebody_else() -> None:
+        readme = File(b"---\nlicense: mit\nlanguage: de\n---\nTheirs\n", False)
+        repo.add("main", ours | {"README.md": readme, "new.txt": readme}, parent=repo.refs["main"], title="theirs")
+
+    hub.faults.append(Fault("/commit/main", kind="act", act=somebody_else))
+    code, _, error = push(model, "me/model")
+    short = [blob_id(files["README.md"].content)[:12] for files in (repo.at("main").files, ours)]
+    assert code == 1
+    assert re.search("README.md: theirs {}, ours (?!none)[0-9a-f]{{12}}, base {}\n".format(*short), error)
+    assert f"new.txt: theirs {short[0]}, ours none, base none" in error
+    assert "nothing of this push was committed" in error
+    code, _, error = push(model, "me/model")
+    assert (code, repo.at("main").title) == (2, "theirs")
+    assert "says something else" in error
+    assert "--replace-card" in error
+    assert push(model, "me/model", "--exclude", "README.md")[0] == 0
+    assert repo.at("main").files["README.md"].content.endswith(b"Theirs\n")
+    repo.add("main", dict(repo.at("main").files), parent=repo.refs["main"], title="theirs")
+    assert push(model, "me/model", "--replace-card")[0] == 0
+    text = repo.at("main").files["README.md"].content.decode()
+    assert text.endswith("Mine, again\n")
+    assert "language: de\n" in text
+    (model / "README.md").write_text("---\nlicense: mit\n---\nMine, last\n")
+    assert push(model, "me/model")[0] == 0  # what is there is what was pushed
+
+
+@pytest.mark.parametrize(
+    ("theirs", "held"),
+    [
+        ("license: apache-2.0\n---\nText\n", None),
+        ("license: mit\n---\nAnother\n", None),
+        ("license: mit\ntags: [theirs]\nlanguage: de\n---\nText\n", {"tags": ["mine", "theirs"], "language": "de"}),
+    ],
+    ids=["key", "text", "more"],
+)
+def test_push_merges_or_leaves_what_another_author_wrote_under_the_same_title(hub: Hub, push, model, theirs, held):
+    (model / "README.md").write_text("---\nlicense: mit\ntags: [mine]\n---\nText\n")
+    assert push(model, "me/model")[0] == 0
+    repo = hub.repos["me/model"]
+    readme, last = File(f"---\n{theirs}".encode(), False), repo.at("main")
+    repo.add("main", last.files | {"README.md": readme}, parent=last.oid, title=last.title, author="you")
+    code, _, error = push(model, "me/model")
+    if held is None:
+        assert (code, repo.at("main").files["README.md"]) == (2, readme), error
+        assert push(model, "me/model", "--replace-card")[0] == 0
+    else:
+        front = yaml.safe_load(repo.at("main").files["README.md"].content.decode().split("---")[1])
+        assert held.items() <= front.items()
+
+
+def test_push_does_not_say_that_nothing_was_committed_where_the_history_is_not_read(hub: Hub, push, model: Path):
+    repo = hub.make("me/model")
+
+    def somebody_else() -> None:
+        repo.add("main", dict(repo.at("main").files), parent=repo.refs["main"], title="theirs")
+
+    hub.faults += [Fault("/commit/main", kind="act", act=somebody_else), Fault("/commits/main", status=403)]
+    code, _, error = push(model, "me/model")
+    assert (code, "nothing of this push" in error) == (1, False)
+    assert "whether this push was committed is not known" in error
