@@ -20,6 +20,7 @@ from ckpt_tools.hub.check import check_directory
 from ckpt_tools.hub.client import Hub, Log, client_errors, is_transient, quiet_client, to_refusal
 from ckpt_tools.hub.facts import facts_of
 from ckpt_tools.hub.front_matter import CARD_NAME, name_base, read_front_matter
+from ckpt_tools.hub.one_file import complete, staged
 from ckpt_tools.hub.plan import (
     LocalFile,
     PlannedFile,
@@ -32,6 +33,7 @@ from ckpt_tools.hub.plan import (
     plan_files,
     read_whole,
     stale_weights,
+    visibility,
 )
 from ckpt_tools.hub.secrets import refuse_secrets
 from ckpt_tools.hub.training import ai_toolkit_config, value_at
@@ -391,8 +393,8 @@ class PushOptions(PushFields):
 class Push:
     """One push, step by step; every step finds here what those before it made."""
 
-    def __init__(self, options: PushOptions, num_workers: int) -> None:
-        self._options = options
+    def __init__(self, options: PushOptions, num_workers: int, about: CardFacts | None = None) -> None:
+        self._options, self._about = options, about or CardFacts()  # What is known beside the files
         self._directory = os.fspath(options.directory)
         self._num_workers = num_workers
         self._asked = options.card if isinstance(options.card, CardFacts) else CardFacts()
@@ -430,10 +432,13 @@ class Push:
             self._plan()
             self._validate_card()
             created = not self._remote.exists and not self._is_alone
+            card = self._local.get(CARD_NAME)
+            text = card.content.decode() if card is not None and card.content is not None else None
             done: Committed | None = None
             findings: tuple[Finding, ...] = ()
             num_checked = checked_bytes = 0
             if not options.dry_run:
+                self._announce(text, created=created)
                 if created:
                     hub.create(private=options.private)
                     self._find_remote()
@@ -448,6 +453,7 @@ class Push:
             dry_run=options.dry_run,
             created=created,
             private=self._remote.private if self._remote.exists else options.private,
+            card=text,
             parent=self._remote.commit,
             commit=None if done is None else done.oid,
             pull_request=None if done is None else done.pull_request,
@@ -465,7 +471,7 @@ class Push:
         if self._is_alone:
             why = "offline mode is on" if is_offline() else "there is no token (hf auth login, or set HF_TOKEN)"
             self._notes.append(f"not compared with the hub, and the card not validated by it: {why}")
-        self._remote = Remote(exists=False, files={}) if self._is_alone else hub.snapshot()
+        self._remote = Remote(exists=False, is_known=False, files={}) if self._is_alone else hub.snapshot()
         if self._remote.exists and self._options.private and self._remote.private is False:
             what = f"--private was given, but {hub.repo} is public; nothing was uploaded"
             hint = "make it private on the hub, choose another name, or leave --private out"
@@ -506,7 +512,10 @@ class Push:
             gallery, notes = add_gallery(os.fspath(asked.samples), self._directory, self._local)
             self._notes += notes
         said = (CardFacts() if text is None else facts_in(text)).or_else(asked)
-        facts = facts_of(source, self._local, self._kind, self._adapters, base_model=said.base_model)
+        about, base = self._about, said.base_model or self._about.base_model
+        main = about.load and about.load.weight_name  # the others are its copies
+        adapters = {name: check for name, check in self._adapters.items() if main in (None, name)}
+        facts = complete(about, facts_of(source, self._local, self._kind, adapters, base_model=base))
         facts = replace(said.or_else(facts), gallery=gallery)
         if text is None or "base_model" not in read_front_matter(text):
             self._notes += facts.notes
@@ -516,6 +525,13 @@ class Push:
         self._notes += notes_on(facts, asked, card)
         self._local[CARD_NAME] = file_of_bytes(CARD_NAME, card.encode("utf-8"))
         self._local = dict(sorted(self._local.items()))
+
+    def _announce(self, card: str | None, *, created: bool) -> None:
+        """Say who will be able to read it, and what the card will say, before anything leaves."""
+        private = self._options.private if created else self._remote.private
+        self._log(f"{self._hub.repo}: {visibility(private, is_new=created)}")
+        for line in (card or "").partition("\n---")[0].splitlines()[1:]:
+            self._log(f"  {escape_name(line)}")
 
     def _card_so_far(self, nbytes: int) -> str | None:
         """Return the README that is here, or else on the hub; None where there is none."""
@@ -618,9 +634,18 @@ def push(options: PushOptions) -> PushResult:
     if is_remote(path):
         hint = f"copy it here first: ckpt gather {path} DIR, then push DIR"
         raise UsageError("push needs a directory on this machine", where=path, hint=hint)
+    if options.also and os.path.isdir(path):
+        raise UsageError(
+            "--also writes copies of one LoRA, not of a directory", where=path, hint="push FILE.safetensors"
+        )
+    workers = options.num_workers or default_num_workers()
+    if os.path.isfile(path) and path.endswith(".safetensors"):
+        asked = options.card if isinstance(options.card, CardFacts) else CardFacts()
+        with leased(path), staged(path, asked, options.also) as (root, about):
+            return replace(Push(replace(options, directory=root), workers, about).run(), directory=path)
     if not os.path.isdir(path):
         if os.path.lexists(path):
-            raise UsageError("push needs a directory", where=path)
+            raise UsageError("push needs a directory, or a LoRA in one .safetensors file", where=path)
         raise MissingError("no such directory", where=path, hint=likely(path))
     with leased(path):
-        return Push(options, options.num_workers or default_num_workers()).run()
+        return Push(options, workers).run()

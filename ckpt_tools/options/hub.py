@@ -79,9 +79,9 @@ class CardFields:
 class PushFields:
     """The options of `push`."""
 
-    directory: Annotated[AnyPath, Argument("Directory to push: a model, an adapter or a checkpoint.", "DIR")] = field(
-        kw_only=False
-    )
+    directory: Annotated[
+        AnyPath, Argument("Directory to push (a model, an adapter, a checkpoint), or the file of an image LoRA.", "SRC")
+    ] = field(kw_only=False)
     repo: Annotated[str, Argument("Repository, NAMESPACE/NAME or a NAME of yours; created if new.", "REPO")] = field(
         kw_only=False
     )
@@ -95,6 +95,13 @@ class PushFields:
     ] = ()
     exclude: Annotated[Sequence[str], Option("Files to skip (repeatable).", metavar="GLOB")] = ()
     keep_pickles: Annotated[bool, Option("Upload pickles and code as well, which can run when loaded.")] = False
+    also: Annotated[
+        Sequence[str],
+        Option(
+            "Programs to add a converted copy of the LoRA for (repeatable, or with commas).",
+            metavar="comfyui|diffusers|kohya",
+        ),
+    ] = ()
     delete_stale: Annotated[bool, Option("Delete weights beside the new ones that only the hub has.")] = False
     check: Annotated[
         CheckLevel,

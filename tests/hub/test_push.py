@@ -590,7 +590,7 @@ def test_dry_run_that_cannot_ask_the_hub_shows_what_is_here_and_says_so(hub: Hub
     done = push_process(model, "me/model", "-n", "--private", "--license", "apache-2.0", "--json", **changes)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
-    assert {*states(document).values()} == {"new"}
+    assert {*states(document).values()} == {"not compared"}
     assert "README.md" in states(document)
     assert (document["created"], document["private"], document["commit"]) == (False, True, None)
     assert any(text.startswith("not compared with the hub") and why in text for text in document["notes"])

@@ -136,6 +136,8 @@ class Architecture:
     comfyui: ComfyUI | None = None  # None where ComfyUI does not support the model
     kohya: Kohya | None = None  # None where no tool that is known here reads kohya's names for it
     model_spec: str = ""  # Value of modelspec.architecture; "" where none is known
+    bases: Mapping[str, str] = field(default_factory=dict)
+    """Hub id of a published base → the license that its card named: "other NAME" for one of its own, "" for neither."""
     base_version: str = ""  # Value of ss_base_model_version
     implementation: str = ""  # Value of modelspec.implementation: whose names the native ones are
     resolution: str = "1024x1024"

@@ -1,0 +1,105 @@
+"""One image LoRA as the directory that `push` takes: its file, copies for other programs, and what the card is told."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from ckpt_tools.adapters.architectures import ARCHITECTURES
+from ckpt_tools.adapters.architectures.choose import choose_families
+from ckpt_tools.adapters.read.opening import read_adapter
+from ckpt_tools.adapters.read.sidecars import MODEL_FAMILY
+from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.hub.card import CardFacts, LoadFacts
+from ckpt_tools.hub.check import DIFFUSERS_LORA, SINGLE_FILES
+from ckpt_tools.hub.facts import BASE_KEYS, base_model_of, tag_of
+from ckpt_tools.hub.training import ai_toolkit_config, training_of, value_at
+from ckpt_tools.options import refuse_other
+from ckpt_tools.storage.source import LocalSource
+from ckpt_tools.text import escape_name
+
+_TARGETS = ("comfyui", "diffusers", "kohya")  # Whose adapters are one file
+
+
+@contextmanager
+def staged(path: str, asked: CardFacts, also: Sequence[str]) -> Iterator[tuple[str, CardFacts]]:
+    """Lend the directory to push, and what is known beside its files; errors in it name the user's own file."""
+    from ckpt_tools.adapters.export import export_lora
+
+    place, name = os.path.split(os.path.abspath(path))
+    copies, stem = dict[str, str](), re.sub(r"[^\w.-]", "_", os.path.splitext(name)[0], flags=re.ASCII)
+    with LocalSource(place) as source, tempfile.TemporaryDirectory(prefix="ckpt-push-") as aside:
+        facts, directory = _facts(path, source.root, asked), os.path.join(aside, "repository")
+        os.mkdir(directory)
+        shutil.copyfile(path, os.path.join(directory, name))
+        source.check_unchanged()
+        try:
+            for target in filter(None, ",".join(also).split(",")):
+                refuse_other(target, _TARGETS, "a program that one file can be written for", "--also")
+                result = export_lora(path, os.path.join(aside, target), to=target, overwrite=True)
+                if not result.ok:
+                    raise UsageError(f"--also {target}: {result.findings[0].what}", where=path)
+                own = DIFFUSERS_LORA if target == "diffusers" else f"{stem}_{target}.safetensors"
+                written, _ = result.conversion.files[0]
+                os.replace(os.path.join(aside, target, written), os.path.join(directory, own))
+                copies[target] = own
+            yield directory, replace(facts, load=LoadFacts(weight_name=name, files=copies))
+        except CkptError as error:
+            error.where = error.where and error.where.replace(directory, place)
+            raise
+
+
+def complete(about: CardFacts, found: CardFacts) -> CardFacts:
+    """Return what is known beside the files together with what they tell."""
+    if about.load is None:
+        return found
+    load, files = found.load or LoadFacts(is_adapter=True), about.load.files
+    load = replace(load, files=files, loaders=tuple(dict.fromkeys((*load.loaders, *files))))
+    found = replace(found, library="diffusers") if "diffusers" in files else found
+    return replace(about.or_else(found), load=load, notes=about.notes)
+
+
+def _facts(path: str, root: str, asked: CardFacts) -> CardFacts:
+    """Return what the header and the trainer's config tell, and notes about all that stays open."""
+    with read_adapter(path, as_part=True) as read:
+        header, names = read.opened.metadata, choose_families(read.adapter, base=None)
+    if read.adapter.convention not in SINGLE_FILES or names == ("llm",):
+        hint = f"push a directory: ckpt export-lora {path} DIR writes one"
+        raise UsageError("only a LoRA of an image or video model can be pushed as one file", where=path, hint=hint)
+    families, config = [ARCHITECTURES[name] for name in names], ai_toolkit_config(root)
+    bases = {base: licence for family in families for base, licence in family.bases.items()}
+    tags, title = [tag_of(family.title) for family in families], " or ".join(family.title for family in families)
+    named = (*map(header.get, BASE_KEYS), value_at(config, "model.name_or_path"))
+    texts = [text for text in named if isinstance(text, str) and text]
+    its = next((base for text in texts if (base := base_model_of(text, root=root)[0])), None)
+    said, base = header.get("modelspec.trigger_phrase") or value_at(config, "trigger_word"), asked.base_model or its
+    words = said if isinstance(said, str) else None
+    notes = [f"{title or 'model family not known'}: {read.adapter.convention} names"]
+    stated = {f"header {key}": re.sub(r"_v?|/.*", "", header[key]) for key in MODEL_FAMILY if key in header}
+    for origin, text in (stated | {"base model": (base or "").rpartition("/")[2]}).items():
+        if tags and tag_of(text) not in (None, *tags):
+            what = f"{origin} is {escape_name(text)}, but the modules are those of {title}"
+            if base is None:
+                raise UsageError(what, where=path, hint="if the header is wrong, name the base: --base-model ORG/NAME")
+            notes.append(what)
+    if its not in (None, base):
+        notes.append(f"the file names {its} as its base, --base-model {base}")
+    kind, _, own = bases.get(base or "", "").partition(" ")
+    licence = (
+        f"; {base} has {own or kind or 'a license of its own'}, and what it allows is your decision" if base else ""
+    )
+    missing = {
+        "base model": (base, f"--base-model ORG/NAME, for instance {', '.join(bases)}"),
+        "trigger words": (asked.instance_prompt or words, "--instance-prompt TEXT"),
+        "license": (
+            asked.license or asked.license_name or asked.license_link,
+            f"--license {kind or 'NAME'}{f' --license-name {own} --license-link URL' if own else ''}{licence}",
+        ),
+    }
+    notes += [f"{what}: not known, and not on the card; {hint}" for what, (value, hint) in missing.items() if not value]
+    return CardFacts(base_model=its, instance_prompt=words, training=training_of(path), notes=tuple(notes))

@@ -1,0 +1,61 @@
+"""A stranger: a process that knows a repository and the hub's address, loads what is there, and notes what it computes.
+
+    python -m hub.stranger OUT.safetensors KIND:MODEL:CODE …
+
+CODE is what the card says, or PEFT's own line where the card leaves the base to the reader.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import torch
+from safetensors.torch import save_file
+
+
+def peft(model: str, code: str) -> torch.Tensor:
+    """Load onto the model that was trained; PEFT only warns when keys do not match."""
+    from adapters import families
+    from peft import PeftModel
+
+    with warnings.catch_warnings(action="error"):
+        for harmless in ("fan_in_fan_out|.*is_gradient_checkpointing|.*meta parameter", "Failed to load the CUDA"):
+            warnings.filterwarnings("ignore", message=harmless)
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        loaded = eval(code, {"PeftModel": PeftModel, "base": families.build(model)})
+    return families.outputs(loaded.eval(), model)
+
+
+def auto(model: str, code: str) -> torch.Tensor:
+    """Load by the adapter's own config: base, revision and class."""
+    from adapters import families
+    from peft import AutoPeftModelForCausalLM
+
+    return families.outputs(AutoPeftModelForCausalLM.from_pretrained(code).eval(), model)
+
+
+def image(model: str, code: str) -> torch.Tensor:
+    """Load as the line of the card says into a pipeline of diffusers'."""
+    import diffusers.loaders.lora_pipeline as pipelines
+    from adapters.image_models import COMPONENT, MODELS
+    from adapters.test_diffusers import LOADERS, Pipeline
+    from torch import nn
+
+    make, inputs = MODELS[model]
+    torch.manual_seed(0)
+    base = make()
+    kind = type("Loading", (Pipeline, getattr(pipelines, LOADERS[model])), {})
+    encoders = {each: nn.Module() for each in ("text_encoder", "text_encoder_2")} if model != "flux2" else {}
+    exec(code, {"pipeline": kind(**encoders, **{COMPONENT[model]: base})})
+    torch.manual_seed(1)
+    with torch.no_grad():
+        return base(**inputs(), return_dict=False)[0]
+
+
+if __name__ == "__main__":
+    found = {}
+    for number, job in enumerate(sys.argv[2:]):
+        kind, model, code = job.split(":", 2)
+        found[str(number)] = {"peft": peft, "auto": auto, "image": image}[kind](model, code).contiguous()
+    save_file(found, sys.argv[1])
