@@ -192,11 +192,10 @@ def _with_adapter(
         named = next((metadata[key] for key in BASE_KEYS if key in metadata), None)
         base, notes = base_model_of(named, root=source.root)
     load = facts.load or LoadFacts(is_adapter=True)
-    auto_class = load.auto_class or ("AutoModel" if check.architecture == "llm" else None)
     loaders = tuple(each for each in takes if is_diffusion == (each == "comfyui"))
     weight_name = name if is_diffusion and (not is_peft or "comfyui" in takes) else None
     component = family.main.component if family is not None and is_peft else None
-    load = replace(load, auto_class=auto_class, rank=max(check.ranks, default=None), loaders=loaders)
+    load = replace(load, rank=max(check.ranks, default=None), loaders=loaders)
     load = replace(load, weight_name=weight_name, component=component)
     tags = facts.tags or tuple(filter(str.isalnum, check.kind.split("+")))
     library = facts.library or ("diffusers" if "diffusers" in takes or name == DIFFUSERS_LORA else None)

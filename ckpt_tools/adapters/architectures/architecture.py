@@ -151,7 +151,7 @@ class Architecture:
     @classmethod
     def from_table(cls, name: str, table: Mapping[str, Any]) -> Architecture:
         """Return the family that a table of families.toml describes."""
-        fields: dict[str, Any] = {key: _frozen(value) for key, value in table.items()}
+        fields: dict[str, Any] = {key: frozen(value) for key, value in table.items()}
         main = ModelPart(sections=fields.pop("sections"), ratios=fields.pop("ratios", {}), **fields.pop("main", {}))
         encoders = [
             ModelPart(**{**each, "comfyui": f"text_encoders.{each['comfyui']}.transformer"}, is_encoder=True)
@@ -163,7 +163,8 @@ class Architecture:
         return cls(name=name, parts=(main, *encoders), conversions=conversions, **fields)
 
 
-def _frozen(value: object) -> object:
+def frozen(value: object) -> object:
+    """Return what TOML holds with tuples for its lists."""
     if isinstance(value, dict):
-        return {key: _frozen(each) for key, each in value.items()}
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+        return {key: frozen(each) for key, each in value.items()}
+    return tuple(map(frozen, value)) if isinstance(value, list) else value

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -303,30 +305,8 @@ _PROCESSOR = re.compile(r"(?P<path>.+)\.processor\.(?P<part>\w+)_lora\.(?P<side>
 _SAVED = re.compile(r"(?P<path>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<role>.+)")
 _BASE_LAYERS = re.compile(r"(?:\.base_layer)+$")
 
-_SURELY_REFUSED = (
-    (
-        r"(?:.+\.)?prompt_encoder\.[^.]+\.(?:(?:mlp|lstm)_head|transform\.[02]\.|(?:delta|trainable|frozen)_emb).*",
-        "prompt tuning whose embeddings PEFT computes when it saves them",
-    ),
-    (r"(?:.+\.)?adaption_(?:prompt|gate)(?:\..+)?", "LLaMA-Adapter (adaption prompt)"),
-    (r"(?:.+\.)?internal_xlora_classifier\..+", "X-LoRA"),
-    (r".+\.oft_r(?:\..+)?", "OFT of PEFT before 0.16, which no PEFT since can load"),
-    (r".+\.lora_arrow(?:\..+)?", "Arrow"),
-    (r".+\.lora_monteclora_sampler(?:\..+)?", "MonteCLoRA"),
-    (r".+\.lora_diag(?:\..+)?", "KaSA"),
-)
-"""Names that no base model has."""
-_REFUSED = (
-    (r"(?:.+\.)?prompt_encoder\..+", "prompt tuning"),
-    (r"(?:.+\.)?on_input", "IA³"),
-    (r"(?:.+\.)?(?:emb_params|string_to_param)(?:\..+)?|bundle_emb\..+", "textual inversion"),
-    (r".+\.(?:a1|a2|b1|b2|bm)\.weight", "GLoRA"),
-    (r".+\.lora_[AB]", "LoRA in the names of loralib and litgpt"),
-    (r".+\.(?:[qp]_layer\.weight|lambda_layer)", "T-LoRA"),
-    (r"(?:.+\.)?frod_\w+(?:\..+)?", "FRoD"),
-    (r"(?:.+\.)?shadow_\w+(?:\..+)?", "Shadow"),
-)
-"""Names that a base model may have as well: they count only where no supported adapter is found."""
+with open(os.path.join(os.path.dirname(__file__), "refused.toml"), "rb") as _file:
+    _REFUSED: Mapping[str, Mapping[str, str]] = tomllib.load(_file)
 _QUICK = re.compile(
     r"lora|hada_|lokr_|oft_|dora_scale|trainable_tokens_delta|\.adapter|\.(?:alpha|rescale|magnitude|diff|w_norm|diff_b|b_norm)$|modules_to_save|"
     r"\.[ab][12]\.weight$|"
@@ -385,5 +365,5 @@ def refused_kind(name: str, *, sure: bool) -> str | None:
     """Return the kind of a recognised, unsupported adapter; with `sure` only by names that no base model has."""
     if sure and not _QUICK_SURE.search(name):
         return None
-    table = _SURELY_REFUSED if sure else _SURELY_REFUSED + _REFUSED
-    return next((kind for pattern, kind in table if re.fullmatch(pattern, name)), None)
+    table = _REFUSED["surely"] if sure else {**_REFUSED["surely"], **_REFUSED["perhaps"]}
+    return next((kind for kind, pattern in table.items() if re.fullmatch(pattern, name)), None)
