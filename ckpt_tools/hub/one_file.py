@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from ckpt_tools.adapters.architectures import ARCHITECTURES
+from ckpt_tools.adapters.architectures import ARCHITECTURES, candidates
 from ckpt_tools.adapters.architectures.choose import choose_families
 from ckpt_tools.adapters.read.opening import read_adapter
 from ckpt_tools.adapters.read.sidecars import MODEL_FAMILY
@@ -31,17 +31,18 @@ def staged(path: str, asked: CardFacts, also: Sequence[str]) -> Iterator[tuple[s
     """Lend the directory to push, and what is known beside its files; errors in it name the user's own file."""
     from ckpt_tools.adapters.export import export_lora
 
-    place, name = os.path.split(os.path.abspath(path))
+    (place, name), (held, real) = os.path.split(os.path.abspath(path)), os.path.split(os.path.realpath(path))
     copies, stem = dict[str, str](), re.sub(r"[^\w.-]", "_", os.path.splitext(name)[0], flags=re.ASCII)
-    with LocalSource(place) as source, tempfile.TemporaryDirectory(prefix="ckpt-push-") as aside:
-        facts, directory = _facts(path, source.root, asked), os.path.join(aside, "repository")
+    with LocalSource(held) as source, tempfile.TemporaryDirectory(prefix="ckpt-push-") as aside:
+        (facts, family), directory = _facts(path, place, asked), os.path.join(aside, "repository")
         os.mkdir(directory)
+        source.size(real)
         shutil.copyfile(path, os.path.join(directory, name))
         source.check_unchanged()
         try:
-            for target in filter(None, ",".join(also).split(",")):
+            for target in dict.fromkeys(filter(None, ",".join(also).split(","))):
                 refuse_other(target, _TARGETS, "a program that one file can be written for", "--also")
-                result = export_lora(path, os.path.join(aside, target), to=target, overwrite=True)
+                result = export_lora(path, os.path.join(aside, target), to=target, architecture=family)
                 if not result.ok:
                     raise UsageError(f"--also {target}: {result.findings[0].what}", where=path)
                 own = DIFFUSERS_LORA if target == "diffusers" else f"{stem}_{target}.safetensors"
@@ -51,6 +52,8 @@ def staged(path: str, asked: CardFacts, also: Sequence[str]) -> Iterator[tuple[s
             yield directory, replace(facts, load=LoadFacts(weight_name=name, files=copies))
         except CkptError as error:
             error.where = error.where and error.where.replace(directory, place)
+            if "--architecture" in (error.hint or ""):
+                error.hint = f"name its base (--base-model), or write each copy: ckpt export-lora {path} DIR"
             raise
 
 
@@ -64,21 +67,24 @@ def complete(about: CardFacts, found: CardFacts) -> CardFacts:
     return replace(about.or_else(found), load=load, notes=about.notes)
 
 
-def _facts(path: str, root: str, asked: CardFacts) -> CardFacts:
-    """Return what the header and the trainer's config tell, and notes about all that stays open."""
+def _facts(path: str, root: str, asked: CardFacts) -> tuple[CardFacts, str | None]:
+    """Return what the header and the trainer's config tell, notes about all that stays open, and the model family."""
     with read_adapter(path, as_part=True) as read:
         header, names = read.opened.metadata, choose_families(read.adapter, base=None)
     if read.adapter.convention not in SINGLE_FILES or names == ("llm",):
         hint = f"push a directory: ckpt export-lora {path} DIR writes one"
         raise UsageError("only a LoRA of an image or video model can be pushed as one file", where=path, hint=hint)
-    families, config = [ARCHITECTURES[name] for name in names], ai_toolkit_config(root)
-    bases = {base: licence for family in families for base, licence in family.bases.items()}
-    tags, title = [tag_of(family.title) for family in families], " or ".join(family.title for family in families)
+    config = ai_toolkit_config(root)
     named = (*map(header.get, BASE_KEYS), value_at(config, "model.name_or_path"))
     texts = [text for text in named if isinstance(text, str) and text]
     its = next((base for text in texts if (base := base_model_of(text, root=root)[0])), None)
     said, base = header.get("modelspec.trigger_phrase") or value_at(config, "trigger_word"), asked.base_model or its
-    words = said if isinstance(said, str) else None
+    words, possible = said if isinstance(said, str) else None, candidates([each.path for each in read.adapter.modules])
+    if len(names) != 1:  # of models that share these names the base tells which
+        names = tuple(name for name in possible if base in ARCHITECTURES[name].bases) or names
+    families = [ARCHITECTURES[name] for name in names]
+    bases = {base: licence for family in families for base, licence in family.bases.items()}
+    tags, title = [tag_of(family.title) for family in families], " or ".join(family.title for family in families)
     notes = [f"{title or 'model family not known'}: {read.adapter.convention} names"]
     stated = {f"header {key}": re.sub(r"_v?|/.*", "", header[key]) for key in MODEL_FAMILY if key in header}
     for origin, text in (stated | {"base model": (base or "").rpartition("/")[2]}).items():
@@ -90,16 +96,13 @@ def _facts(path: str, root: str, asked: CardFacts) -> CardFacts:
     if its not in (None, base):
         notes.append(f"the file names {its} as its base, --base-model {base}")
     kind, _, own = bases.get(base or "", "").partition(" ")
-    licence = (
-        f"; {base} has {own or kind or 'a license of its own'}, and what it allows is your decision" if base else ""
-    )
+    option = f"--license {kind or 'NAME'}" + f" --license-name {own} --license-link URL" * bool(own)
+    option += f"; what the license of {base} ({own or kind or 'see its card'}) allows is your decision" * bool(base)
     missing = {
-        "base model": (base, f"--base-model ORG/NAME, for instance {', '.join(bases)}"),
+        "base model": (base, "--base-model ORG/NAME" + f", for instance {', '.join(bases)}" * bool(bases)),
         "trigger words": (asked.instance_prompt or words, "--instance-prompt TEXT"),
-        "license": (
-            asked.license or asked.license_name or asked.license_link,
-            f"--license {kind or 'NAME'}{f' --license-name {own} --license-link URL' if own else ''}{licence}",
-        ),
+        "license": (asked.license or asked.license_name or asked.license_link, option),
     }
     notes += [f"{what}: not known, and not on the card; {hint}" for what, (value, hint) in missing.items() if not value]
-    return CardFacts(base_model=its, instance_prompt=words, training=training_of(path), notes=tuple(notes))
+    facts = CardFacts(base_model=its, instance_prompt=words, training=training_of(path), notes=tuple(notes))
+    return facts, names[0] if len(names) == 1 else None

@@ -121,11 +121,13 @@ def states(document: dict) -> dict[str, str]:
     return {file["path"]: file["state"] for file in document["files"]}
 
 
-def strangers(environment: dict[str, str], directory: Path, *jobs: str) -> dict[str, torch.Tensor]:
-    """Let a process without a token load what was published (`stranger.py`); returns what each job computed."""
+def strangers(
+    environment: dict[str, str], directory: Path, *jobs: str, is_owner: bool = False
+) -> dict[str, torch.Tensor]:
+    """Let a process load what was published (`stranger.py`), without a token; returns what each job computed."""
     out = directory / "seen.safetensors"
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
-    known = {name: value for name, value in environment.items() if name != "HF_TOKEN"}
+    known = {name: value for name, value in environment.items() if is_owner or name != "HF_TOKEN"}
     env = {**inherited, **known, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "hub.stranger", str(out), *jobs]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)

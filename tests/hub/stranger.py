@@ -11,14 +11,15 @@ import sys
 import warnings
 
 import torch
+import toys
+from adapters import families
 from safetensors.torch import save_file
 
 
 def card(model: str, code: str) -> torch.Tensor:
     """Run the card's block for PEFT, which only warns when keys do not match."""
-    from adapters import families
-
-    found = {"base": families.build(model)}  # what the comment of a card without a known class asks for
+    # What the comment of a card without a known class asks for.
+    found = {"base": toys.build("llama") if model == "guide" else families.build(model)}
     with warnings.catch_warnings(action="error"):
         for harmless in ("fan_in_fan_out|.*is_gradient_checkpointing|.*meta parameter", "Failed to load the CUDA"):
             warnings.filterwarnings("ignore", message=harmless)
@@ -28,11 +29,12 @@ def card(model: str, code: str) -> torch.Tensor:
 
 
 def auto(model: str, code: str) -> torch.Tensor:
-    """Load by the adapter's own config: base, revision and class."""
-    from adapters import families
+    """Load by the repository's own config: for an adapter base and class."""
     from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    return families.outputs(AutoPeftModelForCausalLM.from_pretrained(code).eval(), model)
+    loader = AutoModelForCausalLM if model == "guide" else AutoPeftModelForCausalLM
+    return families.outputs(loader.from_pretrained(code).eval(), model)
 
 
 def image(model: str, code: str) -> torch.Tensor:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from adapters.image_models import MODELS, apply_to_model
 from adapters.test_diffusers import TOLERANCE, all_modules
+from guides.inputs import leave_adapter
 from hub.conftest import states, strangers
 from hub.local_hub import WRITE_TOKEN, Hub
 from hub.test_card import front, write_adapter
@@ -57,7 +59,7 @@ def test_one_line_publishes_the_file_its_copies_and_a_card_that_says_what_is_kno
     assert f"base_model: {FLUX}" in told
     assert "FLUX.1: kohya names" in err
     assert "license: not known, and not on the card; --license other --license-name flux-1-dev-non-commercial" in err
-    assert "what it allows is your decision" in err
+    assert f"the license of {FLUX} (flux-1-dev-non-commercial-license) allows is your decision" in err
     assert set(states(json.loads(push(file, "me/style", *options, "--json")[1])).values()) == {"unchanged"}
 
 
@@ -143,6 +145,33 @@ def test_what_is_no_image_lora_or_no_program_is_refused_by_the_users_own_names(h
     assert "ckpt-push-" not in str(push_json(dead, "me/x", code=4))
     secret = lora(tmp_path / "secret", note=f"token {WRITE_TOKEN}")
     assert str(push_json(secret, "me/x", code=2)["where"]).startswith("style.safetensors")
+    assert hub.repos == {}
+
+
+def test_family_that_names_do_not_tell_is_told_by_the_base(hub: Hub, push, tmp_path: Path, monkeypatch):
+    """The modules of several families; a link to the file is followed."""
+    monkeypatch.chdir(tmp_path)
+    leave_adapter(tmp_path / "blobs" / "sha")
+    file = tmp_path / "style.safetensors"
+    file.symlink_to(tmp_path / "blobs" / "sha")
+    code, _, err = push(file, "me/style", "--also", "comfyui")
+    assert code == 2
+    assert f"name its base (--base-model), or write each copy: ckpt export-lora {file} DIR" in err
+    code, _, err = push(file, "me/style", "--also", "comfyui,comfyui", "--base-model", "black-forest-labs/FLUX.2-dev")
+    assert code == 0, err
+    assert hub.files("me/style").keys() == {"README.md", "style.safetensors", "style_comfyui.safetensors"}
+    assert "note: FLUX.2: diffusers names" in err
+
+
+def test_file_that_changes_while_it_is_copied_is_not_pushed(hub: Hub, push_json, tmp_path: Path, monkeypatch):
+    file, copy_file = lora(tmp_path), shutil.copyfile
+
+    def change(source: str, destination: str) -> None:
+        copy_file(source, destination)
+        file.write_bytes(file.read_bytes() + b" ")
+
+    monkeypatch.setattr(shutil, "copyfile", change)
+    assert "changed" in push_json(file, "me/style", code=1)["what"]
     assert hub.repos == {}
 
 
