@@ -27,12 +27,16 @@ _TARGETS = ("comfyui", "diffusers", "kohya")  # Whose adapters are one file
 
 
 @contextmanager
-def staged(path: str, asked: CardFacts, also: Sequence[str]) -> Iterator[tuple[str, CardFacts]]:
-    """Lend the directory to push, and what is known beside its files; errors in it name the user's own file."""
+def staged(path: str, asked: CardFacts, also: Sequence[str]) -> Iterator[tuple[str, CardFacts, list[str]]]:
+    """Lend the directory to push, what is known beside its files, and notes; errors in it name the user's own file."""
     from ckpt_tools.adapters.export import export_lora
 
     (place, name), (held, real) = os.path.split(os.path.abspath(path)), os.path.split(os.path.realpath(path))
-    copies, stem = dict[str, str](), re.sub(r"[^\w.-]", "_", os.path.splitext(name)[0], flags=re.ASCII)
+    copies, notes, stem = (
+        dict[str, str](),
+        list[str](),
+        re.sub(r"[^\w.-]", "_", os.path.splitext(name)[0], flags=re.ASCII),
+    )
     with LocalSource(held) as source, tempfile.TemporaryDirectory(prefix="ckpt-push-") as aside:
         (facts, family), directory = _facts(path, place, asked), os.path.join(aside, "repository")
         os.mkdir(directory)
@@ -40,16 +44,19 @@ def staged(path: str, asked: CardFacts, also: Sequence[str]) -> Iterator[tuple[s
         shutil.copyfile(path, os.path.join(directory, name))
         source.check_unchanged()
         try:
-            for target in dict.fromkeys(filter(None, ",".join(also).split(","))):
+            for target in dict.fromkeys(re.findall(r"[^,\s]+", ",".join(also))):
                 refuse_other(target, _TARGETS, "a program that one file can be written for", "--also")
-                result = export_lora(path, os.path.join(aside, target), to=target, architecture=family)
-                if not result.ok:
-                    raise UsageError(f"--also {target}: {result.findings[0].what}", where=path)
                 own = DIFFUSERS_LORA if target == "diffusers" else f"{stem}_{target}.safetensors"
+                if own == name:
+                    raise UsageError(f"--also {target} writes {own}, and so is the file called", where=path)
+                result = export_lora(path, os.path.join(aside, target), to=target, architecture=family)
+                notes += [f"{own}: {each}" for each in (*(f.what for f in result.findings), *result.conversion.notes)]
+                if not result.ok:
+                    raise UsageError(notes[-1], where=path)
                 written, _ = result.conversion.files[0]
                 os.replace(os.path.join(aside, target, written), os.path.join(directory, own))
                 copies[target] = own
-            yield directory, replace(facts, load=LoadFacts(weight_name=name, files=copies))
+            yield directory, replace(facts, load=LoadFacts(weight_name=name, files=copies)), notes
         except CkptError as error:
             error.where = error.where and error.where.replace(directory, place)
             if "--architecture" in (error.hint or ""):
@@ -63,8 +70,8 @@ def complete(about: CardFacts, found: CardFacts) -> CardFacts:
         return found
     load, files = found.load or LoadFacts(is_adapter=True), about.load.files
     load = replace(load, files=files, loaders=tuple(dict.fromkeys((*load.loaders, *files))))
-    found = replace(found, library="diffusers") if "diffusers" in files else found
-    return replace(about.or_else(found), load=load, notes=about.notes)
+    library = "diffusers" if "diffusers" in files else found.library
+    return replace(about.or_else(found), library=library, load=load, notes=about.notes)
 
 
 def _facts(path: str, root: str, asked: CardFacts) -> tuple[CardFacts, str | None]:

@@ -492,18 +492,17 @@ def push(options: PushOptions) -> PushResult:
     if is_remote(path):
         hint = f"copy it here first: ckpt gather {path} DIR, then push DIR"
         raise UsageError("push needs a directory on this machine", where=path, hint=hint)
-    if options.also and os.path.isdir(path):
-        raise UsageError(
-            "--also writes copies of one LoRA, not of a directory", where=path, hint="push FILE.safetensors"
-        )
     workers = options.num_workers or default_num_workers()
     if os.path.isfile(path) and path.endswith(".safetensors"):
         asked = options.card if isinstance(options.card, CardFacts) else CardFacts()
-        with leased(path), staged(path, asked, options.also) as (root, about):
-            return replace(Push(replace(options, directory=root), workers, about).run(), directory=path)
+        with leased(path), staged(path, asked, options.also) as (root, about, notes):
+            result = Push(replace(options, directory=root), workers, about).run()
+            return replace(result, directory=path, notes=(*result.notes, *notes))
+    if options.also:
+        raise UsageError("--also writes copies of a LoRA that is one file", where=path, hint="push FILE.safetensors")
     if not os.path.isdir(path):
         if os.path.lexists(path):
             raise UsageError("push needs a directory, or a LoRA in one .safetensors file", where=path)
-        raise MissingError("no such directory", where=path, hint=likely(path))
+        raise MissingError("no such file or directory", where=path, hint=likely(path))
     with leased(path):
         return Push(options, workers).run()

@@ -138,8 +138,10 @@ def test_what_is_no_image_lora_or_no_program_is_refused_by_the_users_own_names(h
     text = tmp_path / "notes.txt"
     text.write_text("x")
     assert "one .safetensors file" in push_json(text, "me/x", code=2)["what"]
-    assert "not of a directory" in push_json(model.parent, "me/x", "--also", "diffusers", code=2)["what"]
-    assert "'peft' is not a program" in push_json(lora(tmp_path), "me/x", "--also", "diffusers,peft", code=2)["what"]
+    assert "a LoRA that is one file" in push_json(model.parent, "me/x", "--also", "diffusers", code=2)["what"]
+    assert "'peft' is not a program" in push_json(lora(tmp_path), "me/x", "--also", "diffusers, peft", code=2)["what"]
+    same = lora(tmp_path / "same").rename(tmp_path / "same" / DIFFUSERS)
+    assert "and so is the file called" in push_json(same, "me/x", "--also", "diffusers", code=2)["what"]
     dead = lora(tmp_path / "dead")
     dead.write_bytes(dead.read_bytes()[:-100])
     assert "ckpt-push-" not in str(push_json(dead, "me/x", code=4))

@@ -345,7 +345,7 @@ def test_push_impossible_arguments_are_usage_errors(hub: Hub, push_json, model: 
     assert "needs revision main" in push_json(model, "me/m", "--create-pr", "--revision", "x", code=2)["what"]
     assert "--check must be one of sent, all, names" in push_json(model, "me/m", "--check", "x", code=2)["what"]
     assert "needs a directory" in push_json(model / "config.json", "me/m", code=2)["what"]
-    assert "no such directory" in push_json(tmp_path / "nothing", "me/m", code=4)["what"]
+    assert "no such file or directory" in push_json(tmp_path / "nothing", "me/m", code=4)["what"]
     assert "address" in push_json(model, "me/m", "--endpoint", "localhost:1", code=2)["what"]
     monkeypatch.setenv("HF_TOKEN", "hf_with a space")
     assert "invalid characters" in push_json(model, "me/m", code=2)["what"]

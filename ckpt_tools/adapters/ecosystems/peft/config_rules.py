@@ -10,6 +10,7 @@ Letters: e experts, o outputs, i inputs, r rank.
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,17 +28,8 @@ _HARMLESS = (True, "gaussian", "lycoris")
 """Values of init_lora_weights and init_weights with which a new adapter changes nothing."""
 _NOT_FOR_PARAMETERS = ("use_dora", "lora_bias", "lora_dropout", "fan_in_fan_out", "velora_config", "kasa_config")
 _TASKS = ("SEQ_CLS", "SEQ_2_SEQ_LM", "CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
-_WITHOUT_IDS = """
-    audio-spectrogram-transformer beit bit canary cohere_asr conditional_detr convnext convnextv2 cvt data2vec-audio
-    data2vec-vision deformable_detr deit depth_anything detr dinat dinov2 dinov2_with_registers dinov3_convnext
-    dinov3_vit dpt efficientnet encodec focalnet glpn hiera hubert ijepa lasr_ctc levit mask2former maskformer mimi
-    mobilenet_v1 mobilenet_v2 mobilevit mobilevitv2 moonshine moonshine_streaming oneformer parakeet_ctc patchtsmixer
-    patchtst pix2struct poolformer pvt pvt_v2 regnet resnet rt_detr rt_detr_v2 sam sam2 segformer sew sew-d
-    siglip_vision_model clip_vision_model speech-encoder-decoder speech_to_text speecht5 superpoint swiftformer swin
-    swin2sr swinv2 table-transformer time_series_transformer timesfm timesformer unispeech unispeech-sat
-    vision-encoder-decoder videomae vit vit_mae vit_msn vitdet vitpose vivit vjepa2 wav2vec2 wav2vec2-bert
-    wav2vec2-conformer wavlm whisper yolos zoedepth
-"""
+with open(os.path.join(os.path.dirname(__file__), "without_ids.txt"), encoding="utf-8") as _file:
+    _WITHOUT_IDS = frozenset(_file.read().split())
 """transformers' types whose models take pictures or sound, and no input_ids."""
 Levels = Mapping[int, Mapping[str, Shape]]  # Number of wrappers outside → role → shape
 _MOST = 4
@@ -79,7 +71,7 @@ def check_task(config: Config, model_type: str | None, loading: Loading) -> None
         return
     if task not in _TASKS:
         raise RejectedError(f"task_type is {task!r}, which is not one of {', '.join(_TASKS)}")
-    if model_type is not None and model_type in _WITHOUT_IDS.split():
+    if model_type is not None and model_type in _WITHOUT_IDS:
         what = f"task_type is {task}: PEFT calls the model with input_ids, which a {model_type} model does not accept"
         hint = "set task_type to null: PEFT then passes on the arguments that it receives"
         loading.misreads(ADAPTER_CONFIG, what, hint)
