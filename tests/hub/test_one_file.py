@@ -17,12 +17,13 @@ from hub.conftest import states, strangers
 from hub.local_hub import WRITE_TOKEN, Hub
 from hub.test_card import front, write_adapter
 from hub.test_card_facts import AI_TOOLKIT, FLUX, card_of, png, write_kohya
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from samples import write_model
 
 from ckpt_tools.cli import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+FAMILIES = {"flux1": "flux", "sdxl": "stable-diffusion-xl", "flux2": "flux2", "sd3": "sd3"}  # and the hub's tags
 DIFFUSERS = "pytorch_lora_weights.safetensors"
 
 
@@ -93,11 +94,13 @@ def test_what_the_trainer_noted_beside_the_file_is_taken_and_an_older_card_stays
     assert "| steps | 2000 | config.yaml &#40;as configured&#41; |" in card_of(hub, "me/style")
     assert document["card"] == card_of(hub, "me/style")
     assert document["directory"] == str(file)
-    repo = hub.make("me/other", {"README.md": b"---\nbase_model: org/mine\ninstance_prompt: mine\n---\n"})
+    own = b"---\nbase_model: org/FLUX-Kontext\ninstance_prompt: mine\n---\n"
+    repo = hub.make("me/other", {"README.md": own})
     push_json(file, "me/other")
     assert len(repo.commits) == 2
     keys = front(card_of(hub, "me/other"))
-    assert (keys["base_model"], keys["instance_prompt"]) == ("org/mine", "mine")
+    assert (keys["base_model"], keys["instance_prompt"]) == ("org/FLUX-Kontext", "mine")
+    assert keys["pipeline_tag"] == "image-to-image"  # of the base that the card names
 
 
 WRONG = {
@@ -145,6 +148,8 @@ def test_what_is_no_image_lora_or_no_program_is_refused_by_the_users_own_names(h
     dead = lora(tmp_path / "dead")
     dead.write_bytes(dead.read_bytes()[:-100])
     assert "ckpt-push-" not in str(push_json(dead, "me/x", code=4))
+    nothing = push_json(lora(tmp_path / "none"), "me/x", "--exclude", "*.safetensors", code=2)
+    assert nothing["where"] == str(tmp_path / "none" / "run")
     secret = lora(tmp_path / "secret", note=f"token {WRITE_TOKEN}")
     assert str(push_json(secret, "me/x", code=2)["where"]).startswith("style.safetensors")
     assert hub.repos == {}
@@ -162,6 +167,11 @@ def test_family_that_names_do_not_tell_is_told_by_the_base(hub: Hub, push, tmp_p
     code, _, err = push(file, "me/style", "--also", "comfyui,comfyui", "--base-model", "black-forest-labs/FLUX.2-dev")
     assert code == 0, err
     assert hub.files("me/style").keys() == {"README.md", "style.safetensors", "style_comfyui.safetensors"}
+    kohya = lora(tmp_path, ss_base_model_version="flux1")
+    scale = {"lora_unet_single_blocks_0_linear2.dora_scale": torch.rand(8, 1)}
+    save_file(load_file(kohya) | scale, kohya, metadata={"ss_base_model_version": "flux1"})
+    told = push(kohya, "me/dora", "--also", "kohya")[2]
+    assert "note: style_kohya.safetensors: dora_scale is LyCORIS'" in told
     assert "note: FLUX.2: diffusers names" in err
 
 
@@ -178,8 +188,8 @@ def test_file_that_changes_while_it_is_copied_is_not_pushed(hub: Hub, push_json,
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["flux1", "sdxl", "flux2", "sd3"])
-def test_stranger_loads_what_the_card_says_and_computes_what_was_trained(hub, push, environment, tmp_path, name):
+@pytest.mark.parametrize(("name", "tag"), FAMILIES.items())
+def test_stranger_loads_what_the_card_says_and_computes_what_was_trained(hub, push, environment, tmp_path, name, tag):
     """The file is kohya's: its copies are loaded by diffusers as the card's line says, and taken by ComfyUI whole."""
     from adapters.image_models import adapter, to_target
 
@@ -189,6 +199,7 @@ def test_stranger_loads_what_the_card_says_and_computes_what_was_trained(hub, pu
     save_file(dict(written.tensors), file, metadata=dict(written.metadata))
     code, _, err = push(file, "me/style", "--also", "diffusers,comfyui", "--base-model", "org/base")
     assert code == 0, err
+    assert {tag, "text-to-image"} <= set(front(card_of(hub, "me/style"))["tags"])
     line = re.search(r"^pipeline\.load_lora_weights.*$", card_of(hub, "me/style"), re.MULTILINE)
     (got,) = strangers(environment, tmp_path, f"image:{name}:{line[0]}").values()
     make, inputs = MODELS[name]
