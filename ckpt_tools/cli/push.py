@@ -8,7 +8,7 @@ from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import note, print_json, progress_of, say, say_findings
 from ckpt_tools.cli.streams import complete
 from ckpt_tools.hub.card import CardFacts
-from ckpt_tools.hub.plan import PushResult
+from ckpt_tools.hub.plan import PushResult, visibility
 from ckpt_tools.options.hub import CardFields, PushView
 from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.text import counted, escape_name, first_few
@@ -46,26 +46,33 @@ def print_push(result: PushResult, output: OutputOptions) -> None:
     if output.quiet and not result.dry_run:
         return
     rows = [file for file in result.files if output.verbose or result.dry_run or file.state != "unchanged"]
+    if result.dry_run:
+        is_new = result.created or any(file.state == "not compared" for file in rows)
+        say(f"{result.repo}: {visibility(result.private, is_new=is_new)}")
     shown = rows if output.verbose else rows[:_MAX_SHOWN]
     for file in shown:
-        say(f"  {file.state:<9}  {format_size(file.nbytes):>10}  {file.mode or '':<7}  {escape_name(file.path)}")
+        say(f"  {file.state:<12}  {format_size(file.nbytes):>10}  {file.mode or '':<7}  {escape_name(file.path)}")
     if len(shown) < len(rows):
         say(f"  … and {len(rows) - len(shown):,} more (-v lists all)")
     if result.left_out:
         paths = [path for path, _ in result.left_out]
         say(f"  left out: {first_few(paths, len(paths) if output.verbose else 5)}")
+    if result.dry_run and result.card is not None:
+        for line in result.card.splitlines():
+            say(f"  | {escape_name(line)}")
     for line in _summary(result):
         say(line)
 
 
 def _summary(result: PushResult) -> list[str]:
     states = [file.state for file in result.files]
-    kinds = ("new", "changed", "unchanged", "ignored", "deleted")
+    kinds = ("new", "changed", "unchanged", "ignored", "deleted", "not compared")
     counts = ", ".join(f"{states.count(kind)} {kind}" for kind in kinds if kind in states)
     is_private = ", private" if result.private else ""
     if result.dry_run:
         would = "would create it; " if result.created else ""
-        return [f"{result.repo}{is_private}: {would}{counts}; {format_size(result.sent_bytes)} to send"]
+        most = "at most " if "not compared" in states else ""
+        return [f"{result.repo}{is_private}: {would}{counts}; {most}{format_size(result.sent_bytes)} to send"]
     if result.commit is None:
         return [f"{result.url}: nothing to push, {counts}", *_proof(result)]
     where = result.pull_request or f"{result.url}/commit/{result.commit}"

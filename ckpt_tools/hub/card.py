@@ -11,7 +11,8 @@ import functools
 import keyword
 import os
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, get_args
 
 from ckpt_tools.errors import UsageError
@@ -61,6 +62,7 @@ class LoadFacts:
     is_pipeline: bool = False  # A whole diffusers pipeline, not one of its models
     model_class: str | None = None  # Class of diffusers that loads a single model
     component: str | None = None  # What a diffusers pipeline calls the model that an adapter of PEFT's is for
+    files: Mapping[str, str] = field(default_factory=dict)  # Loader → file of its own beside `weight_name`
     rank: int | None = None  # The adapter's largest
     loaders: tuple[str, ...] = ()  # Others that take the adapter, as check-lora names them
 
@@ -218,21 +220,22 @@ def build_card(facts: CardFacts, *, repo: str, existing: str | None = None, aske
 def _render(facts: CardFacts, repo: str) -> str:
     load = facts.load or LoadFacts()
     rank = next((each for each in _VLLM_RANKS if each >= (load.rank or 0)), None)
-    is_plain = load.weight_name is None or _PLAIN.fullmatch(load.weight_name) is not None
-    is_named = is_plain if load.is_adapter else load.is_pipeline or _is_class(load.model_class)
+    files = {way: load.files.get(way, load.weight_name) for way in ("diffusers", "comfyui")}
+    plain = [way for way, name in files.items() if name is None or _PLAIN.fullmatch(name) is not None]
+    is_named = "diffusers" in plain if load.is_adapter else load.is_pipeline or _is_class(load.model_class)
     ways = {
         "PEFT": facts.library == "peft",
         "diffusers": facts.library == "diffusers" and is_named,
         "transformers": facts.library == "transformers",
         "vLLM": "vllm" in load.loaders and facts.base_model is not None and rank is not None,
-        "ComfyUI": "comfyui" in load.loaders and load.weight_name is not None and is_plain,
+        "ComfyUI": "comfyui" in load.loaders and files["comfyui"] is not None and "comfyui" in plain,
     }
     name, known = repo.rpartition("/")[2], [way for way, is_known in ways.items() if is_known]
     is_adapter = facts.library == "peft" or load.is_adapter
     made = "An adapter for" if is_adapter else _MADE.get(facts.relation or "", "From")
     own = {"name": name, "title": facts.title or name, "base": facts.base_model or _BASE_PLACEHOLDER, "made": made}
     own["auto_class"] = load.auto_class if load.auto_class and _is_class(load.auto_class) else "AutoModel"
-    text = _template().render(facts=facts, load=load, repo=repo, vllm_rank=rank, ways=known, **own)
+    text = _template().render(facts=facts, load=load, repo=repo, vllm_rank=rank, ways=known, files=files, **own)
     return text.rstrip() + "\n"
 
 

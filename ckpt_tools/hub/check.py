@@ -33,7 +33,7 @@ DIFFUSERS_LORA = "pytorch_lora_weights.safetensors"  # The name under which diff
 PIPELINE_CONFIG = "model_index.json"  # Of a diffusers pipeline, whose models lie in directories of their own
 _PART = re.compile(r".+-\d+-of-\d+\.safetensors", re.ASCII)
 _OLD_WEIGHTS = re.compile(r"pytorch_model(?:-\d+-of-\d+)?\.bin", re.ASCII)
-_SINGLE_FILES = ("kohya", "comfyui", "ai-toolkit", "diffusers")
+SINGLE_FILES = ("kohya", "comfyui", "ai-toolkit", "diffusers")
 """Whose adapters are one file of any name; those of others need what stands beside them."""
 _DEAD = ("adapter-zero", "adapter-truncated")
 """Codes of what trainers lose without a word, whatever else the file holds (trl#4416, peft#2892)."""
@@ -59,7 +59,7 @@ def check_adapters(source: Source, chosen: Iterable[str]) -> dict[str, LoraCheck
             if is_named:
                 raise
             continue  # factors in names that ckpt does not know: nothing is known to be wrong
-        is_loaded = is_named or check.convention in _SINGLE_FILES
+        is_loaded = is_named or check.convention in SINGLE_FILES
         errors = [each for each in check.findings if each.severity == "error" and (is_loaded or each.code in _DEAD)]
         if errors:
             first = errors[0]

@@ -26,9 +26,6 @@ from ckpt_tools.storage.source import Source
 if TYPE_CHECKING:
     import httpx2
 
-if TYPE_CHECKING:
-    import httpx2
-
 
 # What the hub refused or failed at, in the user's terms; no secret gets into it
 
@@ -84,6 +81,17 @@ def is_transient(refusal: RefusalError) -> bool:
 
 
 _AGAIN = "run the command again later: it skips what is already uploaded"
+_PLAIN: Mapping[str, str] = {
+    "name or service|name resolution|getaddrinfo|nodename": "its name is not found (DNS)",
+    "refused": "the connection is refused",
+    "timed? ?out": "no response in time",
+    "certificate|ssl|tls": "its certificate is not accepted",
+    "unreachable|no route": "no route to it",
+    "unknown scheme": "a proxy that is neither http, https nor socks5",
+    "socksio": "a SOCKS proxy needs a package: pip install socksio",
+    "no such file": "the file of certificates does not exist",
+}
+"""What the network's errors contain → in words; what is not known here is left out."""
 _BY_STATUS: Mapping[int, tuple[str, str | None]] = {
     401: (
         "{doing}: the hub does not accept the token{says}",
@@ -163,15 +171,21 @@ def _words(refusal: RefusalError, status: int, *, creates: bool) -> tuple[str, s
 
 def _unanswered(refusal: RefusalError, doing: str, tries: str) -> tuple[str, str | None]:
     detail = f": {refusal.message}" if refusal.message else ""
+    reason = _plain(refusal.message)
     if refusal.is_lasting and _QUOTA.search(refusal.message):
         return f"{doing}{detail}", "free storage on the hub or extend it (settings, billing)"
     if refusal.is_lasting:
         hint = "check the address of the hub: a proxy or a login page may have answered"
         return f"{doing}{detail}", hint if refusal.code == "NotJson" else None
     if refusal.was_sent:
-        return f"{doing}: the connection to the hub was lost{tries}{detail}", _AGAIN
+        return f"{doing}: the connection to the hub was lost{tries}{reason}", _AGAIN
     hint = "check the network, and HF_ENDPOINT and HTTPS_PROXY if they are set"
-    return f"{doing}: cannot reach the hub{tries}{detail}", hint
+    return f"{doing}: cannot reach the hub{tries}{reason}", hint
+
+
+def _plain(message: str) -> str:
+    found = (words for known, words in _PLAIN.items() if re.search(known, message, re.IGNORECASE))
+    return "".join(f": {words}" for words in [next(found, None)] if words)
 
 
 T = TypeVar("T")
@@ -268,6 +282,8 @@ class Hub:
         found = self.call(doing, info)
         if found is None:
             return Remote(exists=False, files={})
+        if found.id.lower() != self.repo.lower():  # the hub led to another page
+            raise HubError(f"{self.repo} has been renamed to {found.id}", where=self.where, hint=f"use {found.id}")
         files = {} if found.sha is None else self.call(doing, lambda: tree(found.sha))
         return Remote(exists=True, private=found.private, commit=found.sha, files=files)
 
@@ -290,9 +306,9 @@ class Hub:
         """Return True if the newest commit has this title, and none but the user of this token as its author."""
         try:
             row = self._commits()[0]
-            users = {author["user"] for author in row["authors"]}
-            return row["title"] == title and users == {str(self.api.whoami()["name"])}
-        except (HubError, LookupError, TypeError, *client_errors()):
+            user = self.call("reading the history", lambda: self.api.whoami()["name"])
+            return row["title"] == title and {author["user"] for author in row["authors"]} == {user}
+        except (HubError, LookupError, TypeError):
             return False
 
     def _commits(self) -> list[dict[str, Any]]:
@@ -377,7 +393,7 @@ def _bound_session(*, undo: bool = False) -> None:
         session: httpx2.Client = _utils().get_session()
     except (ImportError, OSError, ValueError) as error:
         hint = "check the proxies (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and certificates (SSL_CERT_FILE) that are set"
-        raise HubError(f"cannot set up a connection: {scrub(str(error), None)}", hint=hint) from None
+        raise HubError(f"cannot set up a connection{_plain(str(error))}", hint=hint) from None
     ours, theirs = httpx2.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S), httpx2.Timeout(None)
     if session.timeout == (ours if undo else theirs):
         session.timeout = theirs if undo else ours

@@ -43,7 +43,7 @@ _TASKS = {
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _SETTINGS = ("peft_type", "r", "lora_alpha", "alpha", "use_rslora", "use_dora", "target_modules", "modules_to_save")
 """Of an adapter's config, what the card shows."""
-_BASE_KEYS = ("base_model_name_or_path", "ss_base_model", "ss_sd_model_name")
+BASE_KEYS = ("base_model_name_or_path", "ss_base_model", "ss_sd_model_name")
 """Of a header: what may be the base's hub id (diffusers, ai-toolkit, kohya)."""
 _MADE: Mapping[str, Relation] = {"quantised": "quantized", "merged": "finetune", "averaged": "merge"}
 """What the manifest says of how ckpt made the weights → what the hub calls it."""
@@ -188,19 +188,18 @@ def _with_adapter(
     """Add what check-lora and the header tell of the only adapter."""
     takes = tuple(report.loader for report in check.loaders if report.is_whole)
     family = next((each for each in ARCHITECTURES.values() if each.name == check.architecture), None)
-    family_name = "" if family is None else family.classes[0]
+    family_name = "" if family is None else family.title
     is_diffusion = family is not None or check.convention in _PICTURES
     is_peft = facts.library == "peft"
     base, notes = facts.base_model, facts.notes
     if not is_peft and base is None:
-        named = next((metadata[key] for key in _BASE_KEYS if key in metadata), None)
+        named = next((metadata[key] for key in BASE_KEYS if key in metadata), None)
         base, notes = base_model_of(named, root=source.root)
     load = facts.load or LoadFacts(is_adapter=True)
-    auto_class = load.auto_class or ("AutoModel" if check.architecture == "llm" else None)
     loaders = tuple(each for each in takes if is_diffusion == (each == "comfyui"))
     weight_name = name if is_diffusion and (not is_peft or "comfyui" in takes) else None
     component = family.main.component if family is not None and is_peft else None
-    load = replace(load, auto_class=auto_class, rank=max(check.ranks, default=None), loaders=loaders)
+    load = replace(load, rank=max(check.ranks, default=None), loaders=loaders)
     load = replace(load, weight_name=weight_name, component=component)
     tags = facts.tags or tuple(filter(str.isalnum, check.kind.split("+")))
     library = facts.library or ("diffusers" if "diffusers" in takes or name == DIFFUSERS_LORA else None)

@@ -176,8 +176,9 @@ def changed(path: str) -> CkptError:
     return CkptError("the file changed while it was pushed; nothing was committed", where=path, hint=hint)
 
 
-State = Literal["new", "changed", "unchanged", "ignored", "deleted"]
-"""ignored: the repository's .gitignore leaves the file out. deleted: on the hub only, and asked to go."""
+State = Literal["new", "changed", "unchanged", "ignored", "deleted", "not compared"]
+"""ignored: the repository's .gitignore leaves the file out. deleted: on the hub only, and asked to go. not compared:
+the hub was not asked."""
 Mode = Literal["lfs", "regular"]  # How the hub keeps a file: as a large object named by its sha256, or inside of git
 
 
@@ -205,6 +206,7 @@ class Remote:
     exists: bool  # False: the first push creates it
     private: bool | None = None  # None: the hub did not say
     commit: str | None = None  # What the revision stands for; None while there is no commit
+    is_known: bool = True  # False: the hub was not asked
     files: Mapping[str, RemoteFile]
     """Path → size of the content, and its `oid`: of a large object the sha256, inside of git the blob's id."""
 
@@ -234,7 +236,7 @@ class PlannedFile:
     @property
     def is_sent(self) -> bool:
         """True if a push uploads it."""
-        return self.state in ("new", "changed")
+        return self.state in ("new", "changed", "not compared")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -258,6 +260,7 @@ class PushResult(CheckedResult):
     findings: tuple[Finding, ...]  # What arrived differently
     not_searched: tuple[tuple[str, str], ...] = ()  # (path, why) of what was not searched for secrets
     notes: tuple[str, ...]
+    card: str | None  # The model card that ckpt made or extended; None where it did neither
     seconds: float  # From the first request to the last
 
     @property
@@ -276,6 +279,13 @@ class PushResult(CheckedResult):
         return document
 
 
+def visibility(private: bool | None, *, is_new: bool) -> str:
+    """Return who can read a repository, in words."""
+    if private is None:
+        return "the hub did not say whether it is public"
+    return "private" if private else "public: everybody can read it" + "; --private for you alone" * is_new
+
+
 def plan_files(
     local: Mapping[str, LocalFile], remote: Remote, answers: Mapping[str, KeepAnswer], *, delete_stale: bool = False
 ) -> tuple[PlannedFile, ...]:
@@ -284,6 +294,7 @@ def plan_files(
     for path, file in local.items():
         answer, there = answers.get(path), remote.files.get(path)
         state: State = "unchanged" if remote.holds(file) else "new" if there is None else "changed"
+        state = state if remote.is_known else "not compared"
         if state != "unchanged" and answer is not None and answer.is_ignored:
             state = "ignored"
         mode: Mode | None = answer.mode if answer is not None else None

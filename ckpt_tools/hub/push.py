@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from ckpt_tools.checkpoint.entries import Finding
-from ckpt_tools.checkpoint.formats._json import parse_json
-from ckpt_tools.checkpoint.formats.format import read_document
 from ckpt_tools.errors import CkptError, HubError, MissingError, UnreadableError, UsageError
 from ckpt_tools.hub.card import (
     MAX_CARD_BYTES,
@@ -29,6 +27,8 @@ from ckpt_tools.hub.check import check_directory
 from ckpt_tools.hub.client import Hub, Log, client_errors, is_transient, quiet_client, to_refusal
 from ckpt_tools.hub.facts import configs_naming, facts_of, refuse_assumed, refuse_contradictions
 from ckpt_tools.hub.front_matter import CARD_NAME, name_base, read_front_matter
+from ckpt_tools.hub.gallery import add_gallery
+from ckpt_tools.hub.one_file import complete, staged
 from ckpt_tools.hub.plan import (
     LocalFile,
     PlannedFile,
@@ -41,17 +41,17 @@ from ckpt_tools.hub.plan import (
     plan_files,
     read_whole,
     stale_weights,
+    visibility,
 )
 from ckpt_tools.hub.secrets import refuse_secrets
 from ckpt_tools.hub.stranger import check_loads
-from ckpt_tools.hub.training import ai_toolkit_config, value_at
 from ckpt_tools.options import Doc, default_num_workers, takes
 from ckpt_tools.options.hub import PushFields
 from ckpt_tools.storage.locations import is_remote, likely
 from ckpt_tools.storage.remote.account import find_account, find_pusher, is_offline
 from ckpt_tools.storage.remote.server_checks import RefusalError
 from ckpt_tools.storage.run_leases import leased
-from ckpt_tools.storage.source import LocalSource, Source
+from ckpt_tools.storage.source import LocalSource
 from ckpt_tools.text import escape_name, first_few
 from ckpt_tools.transfer.execute import Progress
 from ckpt_tools.units import format_size
@@ -60,149 +60,10 @@ if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
 
-# Sample images and videos for a card's gallery, and the prompts that they were made with
-
-MAX_SAMPLES = 24  # Shown in a gallery; of more, the first by name
-MAX_SAMPLE_BYTES = 32 << 20  # Larger files are no samples
-_MEDIA = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4", ".webm")
-_MAX_TEXT_BYTES = 1 << 20
-_MAX_CHUNKS = 10_000
-_MAX_PROMPT_CHARS = 2_000
 _MAX_SHOWN = 20  # Files that somebody else changed
-_OF_STEP = re.compile(r".*?__(\d+)_(\d+)\.\w+|(?:.*_)?(e?\d{6})_(\d{2})_\d{14}(?:_\d+)?\.\w+", re.ASCII)
-"""Step and index in the names that ai-toolkit, and those that kohya and musubi give."""
-_NEGATIVE = re.compile(r"\n(?:Negative prompt: |Steps: \d)")  # Ends the prompt in AUTOMATIC1111's text
-
-
-def add_gallery(directory: str, root: str, local: dict[str, LocalFile]) -> tuple[tuple[Sample, ...], tuple[str, ...]]:
-    """Return the gallery and notes for the user; samples from outside `root` are added to `local` as `images/NAME`.
-
-    Of files whose names bear a step, the last step of each index counts.
-    """
-    if not os.path.isdir(directory):
-        raise UsageError("--samples must be a directory", where=directory)
-    inside = os.path.relpath(os.path.realpath(directory), os.path.realpath(root)).replace(os.sep, "/")
-    is_outside = inside.split("/")[0] == ".."
-    prefix = "images/" if is_outside else "" if inside == "." else f"{inside}/"
-    gallery = []
-    with LocalSource(directory) as source:
-        sizes = source.list_files(max_depth=0)
-        names = _latest([name for name in sorted(sizes) if _is_sample(name, sizes[name])])
-        listed = _listed(source, sizes, root)
-        for name in names[:MAX_SAMPLES]:
-            url = prefix + name
-            if is_outside:
-                file = file_of_bytes(url, source.read(name, 0, sizes[name]))
-                if local.setdefault(url, file).sha256 != file.sha256:
-                    what = f"--samples and the directory contain different files named {url}"
-                    raise UsageError(what, where=directory, hint="rename one of them")
-            if url in local:
-                gallery.append(Sample(url=url, prompt=_prompt(source, name, sizes, listed)))
-    if not gallery:
-        hint = f"add files of up to {MAX_SAMPLE_BYTES >> 20} MiB that end in {', '.join(_MEDIA)}"
-        raise UsageError("no image or video in --samples", where=directory, hint=hint)
-    notes = [f"the gallery shows {MAX_SAMPLES} of {len(names)} samples"] if len(names) > MAX_SAMPLES else []
-    if silent := [each.url for each in gallery if each.prompt is None]:
-        notes.append(f"no prompt for {first_few(silent)}: put it into a .txt of the same name beside the sample")
-    return tuple(gallery), tuple(notes)
-
-
-def _is_sample(name: str, nbytes: int) -> bool:
-    is_media = name.lower().endswith(_MEDIA) and not name.startswith(".") and escape_name(name) == name
-    return is_media and nbytes <= MAX_SAMPLE_BYTES
-
-
-def _of_step(name: str) -> tuple[str, int] | None:
-    match = _OF_STEP.fullmatch(name)
-    return match and ((match[1] or match[3]).removeprefix("e").zfill(12), int(match[2] or match[4]))
-
-
-def _latest(names: list[str]) -> list[str]:
-    """Of the pictures of one prompt keep the last step's."""
-    last: dict[int, tuple[str, str]] = {}
-    for name in names:
-        if (of_step := _of_step(name)) is not None:
-            last[of_step[1]] = max(last.get(of_step[1], ("", "")), (of_step[0], name))
-    kept = {name for _, name in last.values()}
-    return [name for name in names if name in kept or _of_step(name) is None]
-
-
-def _listed(source: Source, sizes: Mapping[str, int], root: str) -> list[str]:
-    """Return the prompts by their index."""
-    if "prompts.txt" in sizes:
-        lines = _text(source, "prompts.txt").splitlines()
-        # kohya's lines have options behind the prompt ("--w 1024 --d 42").
-        return [re.split(r"\s--\w", line)[0].strip() for line in lines if line.strip() and line[0] != "#"]
-    config = ai_toolkit_config(root) or ai_toolkit_config(os.path.dirname(source.root))
-    rows = value_at(config, "sample.samples") or value_at(config, "sample.prompts")
-    texts = [row.get("prompt") if isinstance(row, Mapping) else row for row in rows] if isinstance(rows, list) else []
-    trigger = value_at(config, "trigger_word")
-    return [str(text).replace("[trigger]", str(trigger or "[trigger]")) for text in texts]
-
-
-def _prompt(source: Source, name: str, sizes: Mapping[str, int], listed: list[str]) -> str | None:
-    stem = name.rpartition(".")[0]
-    found: str | None = None
-    try:
-        if f"{stem}.txt" in sizes:
-            found = _text(source, f"{stem}.txt")
-        elif f"{stem}.json" in sizes:
-            found = _first_of(_json(_text(source, f"{stem}.json")), "prompt", "caption", "text")
-        elif name.lower().endswith(".png"):
-            found = _png_prompt(source, name, sizes[name])
-    except CkptError:  # a sidecar that is none: the picture is shown without a prompt, and that is said
-        return None
-    of_step = _of_step(name)
-    if found is None and of_step is not None and of_step[1] < len(listed):
-        found = listed[of_step[1]]
-    return " ".join((found or "").split())[:_MAX_PROMPT_CHARS] or None
-
-
-def _text(source: Source, name: str) -> str:
-    return read_document(source, name, _MAX_TEXT_BYTES).decode("utf-8", "replace")
-
-
-def _json(text: str) -> object:
-    return parse_json(text.encode(), what="the prompt", where=None, max_bytes=_MAX_TEXT_BYTES, infinite=True)
-
-
-def _first_of(document: object, *keys: str) -> str | None:
-    values = (value_at(document, key) for key in keys)
-    return next((value for value in values if isinstance(value, str) and value), None)
-
-
-def _png_prompt(source: Source, name: str, nbytes: int) -> str | None:
-    """Read a PNG's text chunks (PNG 1.2, 4.2.3), of which none but plain ones are read."""
-    texts: dict[str, str] = {}
-    at = 8 if source.read(name, 0, min(8, nbytes)) == b"\x89PNG\r\n\x1a\n" else nbytes
-    for _ in range(_MAX_CHUNKS):
-        if at + 12 > nbytes:
-            break
-        head = source.read(name, at, 8)
-        size, kind = int.from_bytes(head[:4], "big"), head[4:]
-        if kind in (b"tEXt", b"iTXt") and size <= min(_MAX_TEXT_BYTES, nbytes - at - 12):
-            keyword, _, rest = source.read(name, at + 8, size).partition(b"\0")
-            if kind == b"tEXt":
-                texts.setdefault(keyword.decode("latin-1"), rest.decode("latin-1"))
-            elif rest[:1] == b"\0":
-                texts.setdefault(keyword.decode("latin-1"), rest[2:].split(b"\0", 2)[-1].decode("utf-8", "replace"))
-        at += 12 + size
-    if "parameters" in texts:
-        return _NEGATIVE.split(texts["parameters"])[0]
-    text = texts.get("prompt", "")
-    return _graph_prompt(_json(text)) if text.lstrip().startswith("{") else text or None
-
-
-def _graph_prompt(graph: object) -> str | None:
-    """Return the text that leads into the `positive` inputs of ComfyUI's graph; None where several do."""
-    inputs = {key: value_at(node, "inputs") for key, node in graph.items()} if isinstance(graph, Mapping) else {}
-    links = [value_at(each, "positive") for each in inputs.values()]
-    found = {_first_of(inputs.get(str(link[0])), "text", "prompt") for link in links if isinstance(link, list) and link}
-    return found.pop() if len(found) == 1 else None
-
-
 MAX_COMMIT_TRIES = 5  # Tries of one commit, after answers that may be overcome
 READ_BACK_BYTES = 16 << 20  # Of a file that one request reads back
+MAX_READ_BACK = 100  # Files inside of git that are read back, a request each: git names each by a digest of its bytes
 _XET_BOUNDS = {
     "HF_XET_CLIENT_RETRY_MAX_ATTEMPTS": "4",
     "HF_XET_CLIENT_RETRY_BASE_DELAY": "1s",
@@ -421,8 +282,8 @@ class PushOptions(PushFields):
 class Push:
     """One push, step by step; every step finds here what those before it made."""
 
-    def __init__(self, options: PushOptions, num_workers: int) -> None:
-        self._options = options
+    def __init__(self, options: PushOptions, num_workers: int, about: CardFacts | None = None) -> None:
+        self._options, self._about = options, about or CardFacts()  # What is known beside the files
         self._directory = os.fspath(options.directory)
         self._num_workers = num_workers
         self._asked = options.card if isinstance(options.card, CardFacts) else CardFacts()
@@ -466,10 +327,13 @@ class Push:
             self._plan()
             self._validate_card()
             created = not self._remote.exists and not self._is_alone
+            card = self._local.get(CARD_NAME)
+            text = card.content.decode() if card is not None and card.content is not None else None
             done: Committed | None = None
             findings: tuple[Finding, ...] = ()
             num_checked = checked_bytes = 0
             if not options.dry_run:
+                self._announce(text, created=created)
                 if created:
                     hub.create(private=options.private)
                     self._find_remote()
@@ -484,6 +348,7 @@ class Push:
             dry_run=options.dry_run,
             created=created,
             private=self._remote.private if self._remote.exists else options.private,
+            card=text,
             parent=self._remote.commit,
             commit=None if done is None else done.oid,
             pull_request=None if done is None else done.pull_request,
@@ -502,7 +367,7 @@ class Push:
         if self._is_alone:
             why = "offline mode is on" if is_offline() else "there is no token (hf auth login, or set HF_TOKEN)"
             self._notes.append(f"not compared with the hub, and the card not validated by it: {why}")
-        self._remote = Remote(exists=False, files={}) if self._is_alone else hub.snapshot()
+        self._remote = Remote(exists=False, is_known=False, files={}) if self._is_alone else hub.snapshot()
         if self._remote.exists and self._options.private and self._remote.private is False:
             what = f"--private was given, but {hub.repo} is public; nothing was uploaded"
             hint = "make it private on the hub, choose another name, or leave --private out"
@@ -551,7 +416,10 @@ class Push:
             gallery, notes = add_gallery(os.fspath(asked.samples), self._directory, self._local)
             self._notes += notes
         said = asked.or_else(CardFacts() if text is None else facts_in(text))
-        facts = facts_of(source, self._local, self._kind, self._adapters, base_model=said.base_model)
+        about, base = self._about, said.base_model or self._about.base_model
+        main = about.load and about.load.weight_name  # the others are its copies
+        adapters = {name: check for name, check in self._adapters.items() if main in (None, name)}
+        facts = complete(about, facts_of(source, self._local, self._kind, adapters, base_model=base))
         facts = replace(said.or_else(facts), gallery=gallery)
         if text is None or not read_front_matter(text).get("base_model"):
             self._notes += facts.notes
@@ -563,6 +431,13 @@ class Push:
         self._local[CARD_NAME] = file_of_bytes(CARD_NAME, card.encode("utf-8"))
         self._local = dict(sorted(self._local.items()))
         return facts.base_model
+
+    def _announce(self, card: str | None, *, created: bool) -> None:
+        """Say who will be able to read it, and what the card will say, before anything leaves."""
+        private = self._options.private if created else self._remote.private
+        self._log(f"{self._hub.repo}: {visibility(private, is_new=created)}")
+        for line in (card or "").partition("\n---")[0].splitlines()[1:]:
+            self._log(f"  {escape_name(line)}")
 
     def _card_so_far(self, nbytes: int) -> str | None:
         """Return the README that is here with the keys of the hub's, or else the hub's; None where there is none.
@@ -641,8 +516,14 @@ class Push:
         level, progress = self._options.check, self._options.progress
         states = {"sent": ("new", "changed"), "all": ("new", "changed", "unchanged"), "names": ()}[level]
         paths = [plan.path for plan in self._planned if plan.state in states]
+        small = [plan.path for plan in self._planned if plan.state in states and plan.mode == "regular"]
         if oid is None:
             return (), 0, 0
+        if level == "sent" and len(small) > MAX_READ_BACK:
+            unread = {*small} - {small[i * len(small) // MAX_READ_BACK] for i in range(MAX_READ_BACK)}
+            paths = [path for path in paths if path not in unread]
+            what = "were compared by git's digests of their bytes alone (--check all reads them back)"
+            self._notes.append(f"{len(unread):,} small files {what}")
         total = sum(self._local[path].nbytes for path in paths)
         receiver = progress(total) if progress is not None and total else None
         try:
@@ -677,9 +558,17 @@ def push(options: PushOptions) -> PushResult:
     if is_remote(path):
         hint = f"copy it here first: ckpt gather {path} DIR, then push DIR"
         raise UsageError("push needs a directory on this machine", where=path, hint=hint)
+    workers = options.num_workers or default_num_workers()
+    if os.path.isfile(path) and path.endswith(".safetensors"):
+        asked = options.card if isinstance(options.card, CardFacts) else CardFacts()
+        with leased(path), staged(path, asked, options.also) as (root, about, notes):
+            result = Push(replace(options, directory=root), workers, about).run()
+            return replace(result, directory=path, notes=(*result.notes, *notes))
+    if options.also:
+        raise UsageError("--also writes copies of a LoRA that is one file", where=path, hint="push FILE.safetensors")
     if not os.path.isdir(path):
         if os.path.lexists(path):
-            raise UsageError("push needs a directory", where=path)
-        raise MissingError("no such directory", where=path, hint=likely(path))
+            raise UsageError("push needs a directory, or a LoRA in one .safetensors file", where=path)
+        raise MissingError("no such file or directory", where=path, hint=likely(path))
     with leased(path):
-        return Push(options, options.num_workers or default_num_workers()).run()
+        return Push(options, workers).run()

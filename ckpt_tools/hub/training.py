@@ -1,4 +1,4 @@
-"""What the files beside the weights tell of a training run, as data: file → fact → where it stands in it.
+"""What the files beside the weights tell of a training run; which facts, and where they stand: training.toml.
 
 Numbers and plain words alone get into a card: no path, address or name of anybody. What a configuration says was
 asked for; what a trainer's state or the weights' header says was done.
@@ -13,8 +13,10 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+import tomllib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from ckpt_tools.checkpoint.formats._json import parse_json
 from ckpt_tools.checkpoint.formats.format import read_document
@@ -25,51 +27,11 @@ from ckpt_tools.hub.card import Row
 from ckpt_tools.storage.source import LocalSource, Source
 from ckpt_tools.transfer.placement.plain_yaml import load_yaml
 
-Paths = Mapping[str, tuple[str, ...]]  # Fact → dotted paths of which the first that is there counts
+Paths = Mapping[str, Sequence[str]]  # Fact → dotted paths of which the first that is there counts
 
-_JSON: Mapping[str, Paths] = {
-    "trainer_state.json": {
-        "steps": ("global_step",),
-        "epochs": ("epoch",),
-        "batch size per device": ("train_batch_size",),
-        "best metric": ("best_metric",),
-    },
-    "all_results.json": {"training loss": ("train_loss",), "evaluation loss": ("eval_loss",)},
-    MANIFEST_NAME: {"converted from": ("source.format",), "by": ("writer",)},
-}
-_HEADER: Paths = {
-    "steps": ("training_info.step", "ss_steps"),
-    "epochs": ("training_info.epoch", "ss_epoch"),
-    "learning rate": ("ss_learning_rate",),
-    "learning rate of the U-Net": ("ss_unet_lr",),
-    "learning rate of the text encoder": ("ss_text_encoder_lr",),
-    "schedule": ("ss_lr_scheduler",),
-    "optimizer": ("ss_optimizer",),
-    "batch size": ("ss_total_batch_size", "ss_batch_size_per_device"),
-    "training images": ("ss_num_train_images",),
-    "resolution": ("ss_resolution",),
-    "precision": ("ss_mixed_precision",),
-    "seed": ("ss_seed",),
-    "trained with": ("software.name",),
-}
-_AI_TOOLKIT: Paths = {
-    "steps": ("train.steps",),
-    "learning rate": ("train.lr",),
-    "optimizer": ("train.optimizer",),
-    "batch size": ("train.batch_size",),
-    "precision": ("train.dtype",),
-}
-_FLAT: Paths = {
-    "steps": ("max_steps",),
-    "epochs": ("num_epochs", "num_train_epochs"),
-    "learning rate": ("learning_rate",),
-    "schedule": ("lr_scheduler", "lr_scheduler_type"),
-    "optimizer": ("optimizer", "optim"),
-    "batch size per device": ("micro_batch_size", "per_device_train_batch_size"),
-    "gradient accumulation": ("gradient_accumulation_steps",),
-    "sequence length": ("sequence_len", "cutoff_len", "max_length"),
-    "seed": ("seed",),
-}
+with open(os.path.join(os.path.dirname(__file__), "training.toml"), "rb") as _file:
+    _FACTS: Mapping[str, Any] = tomllib.load(_file)
+_JSON: Mapping[str, Paths] = _FACTS["json"]
 _PROCESS = "config.process.0"  # Where ai-toolkit's config.yaml has what it does
 _BASE_KEYS = ("base_model", "model_name_or_path")
 """A YAML file with one of these and a learning rate is axolotl's, LLaMA-Factory's or TRL's."""
@@ -96,13 +58,13 @@ def training_facts(source: Source, names: Collection[str], headers: Iterable[Map
         for key in {"training_info", "software"} & metadata.keys():
             with suppress(CkptError):
                 nested[key] = parse_json(metadata[key].encode(), what=key, where=None)
-        take({**metadata, **nested}, _HEADER, "header of the weights")
+        take({**metadata, **nested}, _FACTS["header"], "header of the weights")
     for name in sorted(names):
         document = _yaml(source, name) if name.endswith((".yaml", ".yml")) and "/" not in name else None
         keys = document.keys() if isinstance(document, Mapping) else set()
         if "learning_rate" in keys and any(key in keys for key in _BASE_KEYS):
-            take(document, _FLAT, f"{name} (as configured)")
-        take(value_at(document, _PROCESS), _AI_TOOLKIT, f"{name} (as configured)")
+            take(document, _FACTS["flat"], f"{name} (as configured)")
+        take(value_at(document, _PROCESS), _FACTS["ai_toolkit"], f"{name} (as configured)")
     return tuple(found.values())
 
 

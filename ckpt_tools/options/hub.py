@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from ckpt_tools.options import AnyPath, Argument, Doc, Option, common
 
 CheckLevel = Literal["sent", "all", "names"]
-"""What is read back: what was sent, everything, or nothing (the hub's own digests are compared all the same)."""
+"""What is read back: what was sent, everything, or nothing; the hub's own digests are compared all the same."""
 Relation = Literal["adapter", "finetune", "quantized", "merge"]
 """How the hub's tree of models hangs a model under its base."""
 
@@ -83,9 +83,9 @@ class CardFields:
 class PushFields:
     """The options of `push`."""
 
-    directory: Annotated[AnyPath, Argument("Directory to push: a model, an adapter or a checkpoint.", "DIR")] = field(
-        kw_only=False
-    )
+    directory: Annotated[
+        AnyPath, Argument("Directory to push (a model, an adapter, a checkpoint), or the file of an image LoRA.", "SRC")
+    ] = field(kw_only=False)
     repo: Annotated[str, Argument("Repository, NAMESPACE/NAME or a NAME of yours; created if new.", "REPO")] = field(
         kw_only=False
     )
@@ -101,10 +101,17 @@ class PushFields:
     accept_assumed: AcceptAssumed = False
     replace_card: Annotated[bool, Option("Replace a README.md on the hub that somebody else has changed.")] = False
     keep_pickles: Annotated[bool, Option("Upload pickles and code as well, which can run when loaded.")] = False
+    also: Annotated[
+        Sequence[str],
+        Option(
+            "Programs to add a converted copy of the LoRA for (repeatable, or with commas).",
+            metavar="comfyui|diffusers|kohya",
+        ),
+    ] = ()
     delete_stale: Annotated[bool, Option("Delete weights beside the new ones that only the hub has.")] = False
     check: Annotated[
         CheckLevel,
-        Option("Files to read back: those sent, all, or names alone (the hub's digests are always compared)."),
+        Option("Files to read back: those sent (of small ones 100), all, or none; all digests are always compared."),
     ] = "sent"
     token: Annotated[str | None, Doc("Access token (default: HF_TOKEN, or that of `hf auth login`).")] = field(
         default=None, repr=False

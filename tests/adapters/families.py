@@ -30,18 +30,23 @@ class Case:
     """Of `export_lora`."""
     trained: tuple[str, ...] = ()
     """Parts of names that are trained beside the factors."""
+    others: tuple[str, ...] = ()
+    """Adapters of the same configuration beside the one that is active."""
 
 
 OFT = ("use_cayley_neumann=true", "num_cayley_neumann_terms=5", "coft=false", "peft_version=0.21.0")
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
-def _case(kind="LORA", *, model="llama", save="model", sidecar=False, trained=(), config=(), **fields) -> Case:
+def _case(
+    kind="LORA", *, model="llama", save="model", sidecar=False, trained=(), config=(), others=(), **fields
+) -> Case:
     """An adapter whose alpha the user says, unless PEFT's configuration lies beside it."""
     fields = {"peft_type": kind, **({"r": 4, "lora_alpha": 8} if kind == "LORA" else {}), **LLAMA, **fields}
     alpha = None if sidecar else fields.get("lora_alpha", fields.get("alpha"))
     options = ({} if alpha is None else {"alpha": alpha}) | ({"config": config} if config else {})
-    return Case(fields, model, save, sidecar, options, trained)
+    options |= {"adapter": "default"} if others else {}
+    return Case(fields, model, save, sidecar, options, trained, others)
 
 
 CASES = {
@@ -57,6 +62,8 @@ CASES = {
     "dora-embedding": _case(use_dora=True, target_modules=["embed_tokens", "k_proj"]),
     "embedding": _case(target_modules=["embed_tokens", "lm_head"]),
     "modules-to-save": _case(modules_to_save=["lm_head", "norm"], trained=("modules_to_save",)),
+    "tokens": _case(trainable_token_indices=[5, 1], sidecar=True),
+    "several": _case(others=("other", "third")),
     "bias-own": _case(bias="lora_only", save="trainable", trained=("base_layer.bias",)),
     "bias-all": _case(bias="all", save="optim", trained=(".bias",)),
     "bias-of-the-config": _case(bias="all", sidecar=True, trained=(".bias",)),
@@ -135,14 +142,25 @@ def adapt(case: Case, adapter_name: str = "default"):
     kind = PEFT_TYPE_TO_CONFIG_MAPPING[config.pop("peft_type")]
     with warnings.catch_warnings(action="ignore"):
         model = get_peft_model(build(case.model), kind(**config), adapter_name=adapter_name)
+        for other in case.others:
+            model.add_adapter(other, kind(**config))
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad or any(f".{other}." in name for other in case.others):
                 noise = torch.randn(parameter.shape, generator=generator) * 0.2
                 around = parameter if any(part in name for part in ("magnitude", "boft_s", *case.trained)) else 0.0
                 parameter.copy_(around + noise)
     return model.eval()
+
+
+def leave_config(case: Case, directory: str | Path, **more: str) -> None:
+    """Put PEFT's configuration beside a checkpoint, as a loop does that calls `peft_config[…].to_dict()`."""
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    settings = PEFT_TYPE_TO_CONFIG_MAPPING[case.config["peft_type"]](**case.config, **more).to_dict()
+    document = {key: sorted(v) if isinstance(v, set) else v for key, v in settings.items()}
+    Path(directory, "adapter_config.json").write_text(json.dumps(document, default=str))
 
 
 def save_all(rank: int, world_size: int, directory: str, names: Iterable[str]) -> None:
@@ -183,9 +201,7 @@ def save_all(rank: int, world_size: int, directory: str, names: Iterable[str]) -
         path = os.path.join(directory, name, "dcp")
         dcp.save(whole, checkpoint_id=path)
         if rank == 0 and case.sidecar:
-            settings = model.peft_config["default"].to_dict().items()
-            document = {key: sorted(v) if isinstance(v, set) else v for key, v in settings}
-            Path(path, "adapter_config.json").write_text(json.dumps(document, default=str))
+            leave_config(case, path)
 
 
 def save_with_accelerate(model, path: str, rank: int) -> None:

@@ -14,6 +14,7 @@ from adapters.families import save_dcp
 from adapters.peft_world import randomise
 from adapters.test_merge import adapt, assert_merged, configs, llama, save_model, tensors_of
 from quantised.test_dequantize import BLOCK, SIZES, hub_model, in_blocks, write
+from quantised.test_packed import GPTQ, gptq as of_gptq
 from safetensors.torch import save_file
 
 from ckpt_tools import api
@@ -177,9 +178,26 @@ def mxfp4(path):
 
 
 def nf4(path):
+    return bitsandbytes(path, load_in_4bit=True, bnb_4bit_quant_type="nf4")
+
+
+def int8(path):
+    return bitsandbytes(path, load_in_8bit=True)
+
+
+def gptq(path):
+    tensors = hub_model(transformers.LlamaForCausalLM, path)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        rows, columns = tensors.pop(name).shape
+        parts = of_gptq(columns, rows, scales=torch.linspace(0.01, 0.02, columns // 32 * rows).reshape(-1, rows).half())
+        tensors |= {name.replace("weight", part.removeprefix("a.")): each for part, each in parts.items()}
+    return write(path, tensors, GPTQ)
+
+
+def bitsandbytes(path, **options):
     pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
     hub_model(transformers.LlamaForCausalLM, path)
-    settings = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    settings = transformers.BitsAndBytesConfig(**options)
     transformers.LlamaForCausalLM.from_pretrained(path, quantization_config=settings).save_pretrained(path)
     return str(path)
 
@@ -202,9 +220,13 @@ def adapt_experts(kind, path) -> None:
         (fp8, transformers.Qwen3MoeForCausalLM),  # experts one by one, 8-bit blocks
         pytest.param(mxfp4, transformers.GptOssForCausalLM, marks=pytest.mark.full),  # stacked, and turned
         pytest.param(nf4, transformers.LlamaForCausalLM, marks=pytest.mark.full),
+        pytest.param(int8, transformers.LlamaForCausalLM, marks=pytest.mark.full),
+        (gptq, transformers.LlamaForCausalLM),
     ],
 )
 def test_a_quantised_base_is_decoded_and_merged_into(tmp_path, capsys, scheme, kind):
+    from peft import PeftModel
+
     base = scheme(tmp_path / "base")
     adapt_experts(kind, tmp_path / "adapter")
     assert main(["merge-lora", base, str(tmp_path / "adapter"), str(tmp_path / "out")]) == 0
@@ -216,9 +238,14 @@ def test_a_quantised_base_is_decoded_and_merged_into(tmp_path, capsys, scheme, k
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
     changed = {name.partition("self_attn.")[2] for name in found if not torch.equal(found[name], before[name])}
     assert "q_proj.weight" in changed
-    assert scheme is nf4 or "" in changed  # the experts
+    assert kind is transformers.LlamaForCausalLM or "" in changed  # the experts
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in config
     loaded = kind.from_pretrained(tmp_path / "out", dtype="auto").state_dict()
     name = "model.layers.1.self_attn.q_proj.weight"
     assert torch.equal(loaded[name], found[name])
+    with warnings.catch_warnings(action="ignore"):
+        plain = kind.from_pretrained(tmp_path / "plain", dtype=torch.float32)
+        judge = PeftModel.from_pretrained(plain, tmp_path / "adapter").merge_and_unload().state_dict()
+    for name, weight in judge.items():  # as PEFT merges into what was decoded, rounded once
+        torch.testing.assert_close(loaded[name], weight.to(torch.bfloat16), rtol=2**-7, atol=1e-6)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import toys
+from adapters import families
 from formats.saved import fake_rank, save_ranks
 from safetensors.torch import load_file, save_file
 from seeds.guide import GUIDES
@@ -215,6 +216,30 @@ def leave_samples(directory: Path) -> None:
     directory.mkdir(parents=True)
     Image.new("RGB", (8, 8)).save(directory / "one.png")
     (directory / "one.txt").write_text("p3r5on at the sea")
+
+
+def lora_outputs() -> torch.Tensor:
+    """What the model computes with the LoRA of `leave_lora_step`, whose alpha the page says."""
+    model, factors = toys.build("llama"), _factors(0, "weight")
+    with torch.no_grad():
+        for name in [name for name in factors if ".lora_A." in name]:
+            path = name.removeprefix("base_model.model.").partition(".lora_A")[0]
+            model.get_submodule(path).weight += 32 / 4 * factors[name.replace("_A", "_B")] @ factors[name]
+    return families.outputs(model, "llama")
+
+
+def image_outputs(file: Path) -> torch.Tensor:
+    """What the toy of `leave_adapter` computes with it."""
+    from adapters.image_models import flux2, flux2_inputs
+
+    torch.manual_seed(0)
+    model, factors = flux2(), load_file(file)
+    with torch.no_grad():
+        for name in [name for name in factors if ".lora_A." in name]:
+            path = name.removeprefix("transformer.").partition(".lora_A")[0]
+            model.get_submodule(path).weight += factors[name.replace("_A", "_B")] @ factors[name]
+        torch.manual_seed(1)
+        return model(**flux2_inputs(), return_dict=False)[0]
 
 
 def leave_run(directory: Path) -> None:

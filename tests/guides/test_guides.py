@@ -20,9 +20,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import toys
 import yaml
+from adapters import families
 from guides import inputs
-from hub.conftest import environment, hub, run  # noqa: F401
+from hub.conftest import environment, hub, run, strangers  # noqa: F401
 from safetensors.torch import load_file
 from seeds.guide import GUIDES
 
@@ -159,15 +161,37 @@ def tools(tmp_path_factory) -> Path:
     return directory
 
 
+def published(hub, walk: Walk) -> dict[str, torch.Tensor]:  # noqa: F811
+    """What a stranger does with every repository that the page pushed → what must come out."""
+    jobs = {}
+    for repo in hub.repos:
+        files = hub.files(repo)
+        card = files.get("README.md", b"").decode()
+        if "adapter_config.json" in files:
+            block = re.findall(r"```python\n(from peft .*?)```", card, re.DOTALL)[0]
+            jobs[f"card:guide:{block}"] = inputs.lora_outputs()
+        elif line := re.search(r"^pipeline\.load_lora_weights.*$", card, re.MULTILINE):
+            jobs[f"image:flux2:{line[0]}"] = inputs.image_outputs(
+                Path("output/my_style/my_style_000000500.safetensors")
+            )
+        elif walk.trained is not None and repo != "org/base":
+            model = toys.build("llama")
+            model.load_state_dict(walk.trained)
+            jobs[f"auto:guide:{repo}"] = families.outputs(model, "llama")
+    return jobs
+
+
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS.parent).with_suffix("").as_posix())
-def test_every_command_of_a_page_runs(page, tmp_path, monkeypatch, run, hub, tools):  # noqa: F811
+def test_every_command_of_a_page_runs(page, tmp_path, monkeypatch, run, hub, environment, tools):  # noqa: F811
     (tmp_path / "page").mkdir()
     monkeypatch.chdir(tmp_path / "page")
     monkeypatch.syspath_prepend(".")
     walk = Walk(page, run, tools)
     walk.make_inputs()
+    if Path("base").is_dir():
+        hub.make("org/base", {path.name: path.read_bytes() for path in Path("base").iterdir()})
     for file in _files(page):
         Path(file.name).write_text(file.text)
     is_below = False
@@ -182,6 +206,10 @@ def test_every_command_of_a_page_runs(page, tmp_path, monkeypatch, run, hub, too
         back = load_file("out/model.safetensors")
         assert back.keys() == walk.trained.keys()
         assert [name for name, tensor in walk.trained.items() if not torch.equal(back[name], tensor)] == []
+    jobs = published(hub, walk)
+    assert bool(jobs) == ("\nckpt push" in page.read_text(encoding="utf-8") and page.stem != "openrlhf")  # another toy
+    for job, seen in strangers(environment, tmp_path, *jobs, is_owner=True).items() if jobs else ():
+        torch.testing.assert_close(seen, jobs[job], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("page", [*FRONT, *sorted(GUIDES.rglob("*.md"))], ids=lambda page: page.stem)

@@ -13,8 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hub.local_hub import WRITE_TOKEN, Hub, local_hub
 from huggingface_hub import constants
+from safetensors.torch import load_file
 from samples import write_model
 
 from ckpt_tools.cli import main
@@ -122,3 +124,18 @@ def model(tmp_path: Path) -> Path:
 def states(document: dict) -> dict[str, str]:
     """Path → state of a plan."""
     return {file["path"]: file["state"] for file in document["files"]}
+
+
+def strangers(
+    environment: dict[str, str], directory: Path, *jobs: str, is_owner: bool = False
+) -> dict[str, torch.Tensor]:
+    """Let a process load what was published (`stranger.py`), without a token; returns what each job computed."""
+    out = directory / "seen.safetensors"
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+    known = {name: value for name, value in environment.items() if is_owner or name != "HF_TOKEN"}
+    env = {**inherited, **known, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "hub.stranger", str(out), *jobs]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = load_file(out)
+    return {job: found[str(number)] for number, job in enumerate(jobs)}

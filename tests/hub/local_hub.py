@@ -88,7 +88,7 @@ class Fault:
     status: int = 503
     times: int = 1
     headers: dict[str, str] = field(default_factory=dict)
-    body: dict = field(default_factory=dict)
+    body: dict | bytes = field(default_factory=dict)
     act: Callable[[], None] | None = None
     seen: int = 0
 
@@ -200,7 +200,8 @@ class Handler(BaseHTTPRequestHandler):
         if fault is not None and fault.act is not None:
             fault.act()
         if fault is not None and fault.kind == "status":
-            return self.send(fault.status, fault.body, fault.headers)
+            raw = fault.body if isinstance(fault.body, bytes) else None
+            return self.send(fault.status, fault.body, fault.headers, raw)
         self.is_lost = fault is not None and fault.kind == "lost"
         self.late = fault if fault is not None and fault.kind == "late" else None
         with self.server.lock:

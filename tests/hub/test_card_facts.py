@@ -20,7 +20,7 @@ from ckpt_tools import api
 from ckpt_tools.errors import UsageError
 from ckpt_tools.hub.card import CardFacts, Sample, build_card, facts_in
 from ckpt_tools.hub.facts import tag_of, task_of_adapter, task_of_class
-from ckpt_tools.hub.push import add_gallery
+from ckpt_tools.hub.gallery import add_gallery
 from ckpt_tools.hub.training import training_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")

@@ -20,6 +20,7 @@ from hub.local_hub import READ_TOKEN, WRITE_TOKEN, Fault, File, Hub, blob_id
 from samples import MODEL, safetensors_bytes, shard_model, write_model
 
 from ckpt_tools import api
+from ckpt_tools.hub.push import MAX_READ_BACK
 
 # The client uploads with an argument that its own HTTP library finds old-fashioned.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -347,7 +348,7 @@ def test_push_impossible_arguments_are_usage_errors(hub: Hub, push_json, model: 
     assert "needs revision main" in push_json(model, "me/m", "--create-pr", "--revision", "x", code=2)["what"]
     assert "--check must be one of sent, all, names" in push_json(model, "me/m", "--check", "x", code=2)["what"]
     assert "needs a directory" in push_json(model / "config.json", "me/m", code=2)["what"]
-    assert "no such directory" in push_json(tmp_path / "nothing", "me/m", code=4)["what"]
+    assert "no such file or directory" in push_json(tmp_path / "nothing", "me/m", code=4)["what"]
     assert "address" in push_json(model, "me/m", "--endpoint", "localhost:1", code=2)["what"]
     monkeypatch.setenv("HF_TOKEN", "hf_with a space")
     assert "invalid characters" in push_json(model, "me/m", code=2)["what"]
@@ -506,6 +507,8 @@ REFUSALS = [
     (Fault("revision/main", status=429, headers=DAY), "retry after 86400 s", "later"),
     (Fault("PUT", status=503, headers=DAY, times=9), "returned status 503", "later"),
     (Fault("preupload", status=200, body={"files": [{"path": 3}]}), "unexpected response", None),
+    (Fault("preupload", status=200, body=b"<html>Sign in</html>"), "unexpected response from the hub", "a login page"),
+    (Fault("revision/main", status=200, body=b"<html>Sign in</html>"), "unexpected response", "a login page"),
     (Fault("batch", status=200, body={"objects": 3}), "unexpected response from the hub", None),
 ]
 
@@ -529,6 +532,26 @@ def test_push_revision_that_is_not_there_is_named(hub: Hub, push_json, model: Pa
     hub.make("me/model")
     assert "has no revision 'next'" in push_json(model, "me/model", "--revision", "next", code=1)["what"]
     assert hub.writes == []
+
+
+@pytest.mark.parametrize(("count", "most"), [(400, 130), pytest.param(10_000, 200, marks=pytest.mark.zoo)])
+def test_push_of_many_files_is_proven_in_few_requests(hub: Hub, push_json, model: Path, count: int, most: int):
+    for i in range(count):
+        (model / f"notes-{i:05d}.txt").write_text(f"{i}\n")
+    document = push_json(model, "me/model")
+    assert len(hub.requests) <= most
+    assert document["checked"]["files"] == MAX_READ_BACK + len(WEIGHTS)
+    assert any("compared by git's digests" in note for note in document["notes"])
+    assert all(hub.files("me/model")[f"notes-{i:05d}.txt"] == f"{i}\n".encode() for i in range(count))
+    assert {*states(push_json(model, "me/model")).values()} == {"unchanged"}
+
+
+def test_push_to_a_repository_that_was_renamed_names_the_new_one(hub: Hub, push_json, model: Path):
+    hub.make("me/new")
+    there = {"Location": f"{hub.url}/api/models/me/new/revision/main"}
+    hub.faults.append(Fault("GET /api/models/me/model/revision/main", status=307, headers=there))
+    error = push_json(model, "me/model", code=1)
+    assert (error["what"], error["hint"], hub.writes) == ("me/model has been renamed to me/new", "use me/new", [])
 
 
 def test_push_failure_after_creation_says_that_the_repository_is_there(hub: Hub, push, model: Path):
@@ -592,7 +615,7 @@ def test_dry_run_that_cannot_ask_the_hub_shows_what_is_here_and_says_so(hub: Hub
     done = push_process(model, "me/model", "-n", "--private", "--license", "apache-2.0", "--json", **changes)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
-    assert {*states(document).values()} == {"new"}
+    assert {*states(document).values()} == {"not compared"}
     assert "README.md" in states(document)
     assert (document["created"], document["private"], document["commit"]) == (False, True, None)
     assert any(text.startswith("not compared with the hub") and why in text for text in document["notes"])
@@ -607,11 +630,12 @@ def test_dry_run_that_cannot_ask_the_hub_shows_what_is_here_and_says_so(hub: Hub
         ({"HF_TOKEN": None}, "needs a token", "hf auth login"),
         ({"HF_HUB_OFFLINE": "1"}, "offline mode is on", "unset HF_HUB_OFFLINE"),
         ({"HF_TOKEN": "hf_WrongWrongWrongWrong99"}, "does not accept the token", "create a new one"),
-        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "cannot reach the hub", "HF_ENDPOINT"),
-        (BY_PROXY | {"ALL_PROXY": "socks4://me:hushhush@127.0.0.1:9"}, "Unknown scheme", "PROXY"),
-        (BY_PROXY | {"ALL_PROXY": "socks5://me:hushhush@127.0.0.1:9"}, "SOCKS proxy", "PROXY"),
+        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "after 3 tries: the connection is refused", "HF_ENDPOINT"),
+        ({"HF_ENDPOINT": "http://no.such.host.invalid"}, "its name is not found (DNS)", "HF_ENDPOINT"),
+        (BY_PROXY | {"ALL_PROXY": "socks4://me:hushhush@127.0.0.1:9"}, "neither http, https nor socks5", "PROXY"),
+        (BY_PROXY | {"ALL_PROXY": "socks5://me:hushhush@127.0.0.1:9"}, "pip install socksio", "PROXY"),
         (BY_PROXY | {"HTTP_PROXY": "http://me:hushhush@127.0.0.1:9"}, "cannot reach the hub", "PROXY"),
-        (BY_PROXY | {"SSL_CERT_FILE": "/no/such/file.pem"}, "No such file", "SSL_CERT_FILE"),
+        (BY_PROXY | {"SSL_CERT_FILE": "/no/such/file.pem"}, "does not exist", "SSL_CERT_FILE"),
     ],
     ids=lambda value: next(reversed(value)) if isinstance(value, dict) else None,
 )

@@ -156,7 +156,7 @@ def test_what_is_no_path_is_refused(wrong: Any) -> None:
 def test_paths_of_what_writes_elsewhere_are_taken(tmp_path: Path) -> None:
     with pytest.raises(UnreadableError, match="no conversion is in progress"):
         ckpt_tools.commit(Place(tmp_path / "out"))
-    with pytest.raises(MissingError, match="no such directory"):
+    with pytest.raises(MissingError, match="no such file or directory"):
         ckpt_tools.push(Place(tmp_path / "out"), "me/model")
 
 

@@ -145,6 +145,8 @@ class Architecture:
     comfyui: ComfyUI | None = None  # None where ComfyUI does not support the model
     kohya: Kohya | None = None  # None where no tool that is known here reads kohya's names for it
     model_spec: str = ""  # Value of modelspec.architecture; "" where none is known
+    bases: Mapping[str, str] = field(default_factory=dict)
+    """Hub id of a published base → the license that its card named: "other NAME" for one of its own, "" for neither."""
     base_version: str = ""  # Value of ss_base_model_version
     implementation: str = ""  # Value of modelspec.implementation: whose names the native ones are
     resolution: str = "1024x1024"
@@ -158,7 +160,7 @@ class Architecture:
     @classmethod
     def from_table(cls, name: str, table: Mapping[str, Any]) -> Architecture:
         """Return the family that a table of families.toml describes."""
-        fields: dict[str, Any] = {key: _frozen(value) for key, value in table.items()}
+        fields: dict[str, Any] = {key: frozen(value) for key, value in table.items()}
         main = ModelPart(sections=fields.pop("sections"), ratios=fields.pop("ratios", {}), **fields.pop("main", {}))
         encoders = [
             ModelPart(**{**each, "comfyui": f"text_encoders.{each['comfyui']}.transformer"}, is_encoder=True)
@@ -170,7 +172,8 @@ class Architecture:
         return cls(name=name, parts=(main, *encoders), conversions=conversions, **fields)
 
 
-def _frozen(value: object) -> object:
+def frozen(value: object) -> object:
+    """Return what TOML holds with tuples for its lists."""
     if isinstance(value, dict):
-        return {key: _frozen(each) for key, each in value.items()}
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+        return {key: frozen(each) for key, each in value.items()}
+    return tuple(map(frozen, value)) if isinstance(value, list) else value

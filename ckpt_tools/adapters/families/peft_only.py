@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import os.path
 import re
+import tomllib
 from typing import ClassVar
 
+from ckpt_tools.adapters.architectures.architecture import frozen
 from ckpt_tools.adapters.families.family import PEFT_COMMON, Family
 
 _LITERAL = re.compile(r"[\w.]+")
@@ -49,14 +51,10 @@ class Carried(Family):
 
 
 def _carried(peft_type: str, title: str, names: str, shared: str = "", **others: object) -> Carried:
-    """Return a type; in small letters `peft_type` is the family's name.
-
-    `names` are ends of the tensors' names, as patterns: what stands behind the adapter's own name follows an "@"; with
-    "~" in front it may lack, with "?" it proves nothing. `shared` is like `names`.
-    """
+    """Return the type that a table of carried.toml describes; in small letters `peft_type` is the family's name."""
     heads = [_parts(name)[0] for name in f"{names} {shared}".split()]
     must = [name.lstrip("?").replace("@", ".") for name in names.split() if name[0] != "~"]
-    attributes = {
+    attributes: dict[str, object] = {
         "name": peft_type.lower(),
         "title": title,
         "peft_type": peft_type,
@@ -66,7 +64,8 @@ def _carried(peft_type: str, title: str, names: str, shared: str = "", **others:
         "required": tuple(filter(_LITERAL.fullmatch, must)),
         "shared": tuple(map(_parts, shared.split())),
     }
-    return type(title, (Carried,), attributes | others)()  # type: ignore[no-any-return]  # of a class that is made here
+    attributes |= {key: frozen(value) for key, value in others.items()}
+    return type(title, (Carried,), attributes)()  # type: ignore[no-any-return]  # of a class that is made here
 
 
 def _parts(name: str) -> tuple[str, str]:
@@ -74,50 +73,5 @@ def _parts(name: str) -> tuple[str, str]:
     return head, rest
 
 
-CARRIED: tuple[Carried, ...] = (
-    _carried("ADALORA", "AdaLoRA", "?lora_A ?lora_B lora_E", may_prune=True),
-    _carried("ADAMSS", "AdaMSS", r"adamss_A@\d+ adamss_B@\d+ adamss_newB"),
-    _carried("BEFT", "BEFT", "beft_bias"),
-    _carried("C3A", "C³A", "c3a_kernel"),
-    _carried("DEFT", "DEFT", "deft_P ~deft_R"),
-    _carried("DELORA", "DeLoRA", "delora_A delora_B delora_lambda delora_w_norm"),
-    _carried("FOURIERFT", "FourierFT", "fourierft_spectrum"),
-    _carried("GLORA", "PEFT's GLoRA", r"glora_[A-E]@\w+", name="peft_glora"),
-    _carried("GRALORA", "GraLoRA", "gralora_A gralora_B ~gralora_A_general@weight ~gralora_B_general@weight"),
-    _carried("HIRA", "HiRA", "hira_[AB] hira_embedding_[AB]"),
-    _carried("HRA", "HRA", "hra_u"),
-    _carried("IA3", "IA³", "ia3_l"),
-    _carried("LILY", "Lily", "lily_A@weight lily_B@weight lily_router@weight"),
-    _carried("LN_TUNING", "LN tuning", "ln_tuning_layers@weight ~ln_tuning_layers@bias"),
-    _carried("MISS", "MiSS", "miss_block"),
-    _carried("OSF", "OSF", "osf_svd_params@[SUV]_low"),
-    _carried("PEANUT", "PEANuT", r"peanut_A@weight peanut_B@weight peanut_(?:en|de)coders@\d+\.weight"),
-    _carried("POLY", "Poly", "poly_lora_A poly_lora_B poly_router@module_logits"),
-    _carried("PSOFT", "PSOFT", "psoft_R@(?:weight|vector_[ab])"),
-    _carried("PVERA", "PVeRA", "pvera_lambda_b pvera_lambda_d", "pvera_A pvera_B"),
-    _carried("RANDLORA", "RandLoRA", "randlora_lambda randlora_gamma", "randlora_A randlora_B"),
-    _carried("ROAD", "RoAd", "road_theta road_alpha"),
-    _carried("SHIRA", "SHiRA", "shira_weight shira_indices"),
-    _carried("SUPERTUNING", "SuperTuning", "supertuning_values ~supertuning_indices supertuning_lora_[AB]@weight"),
-    _carried("TINYLORA", "TinyLoRA", "~tinylora_A ~tinylora_B ~tinylora_P", r"tinylora_v@\d+"),
-    _carried("UNILORA", "Uni-LoRA", r"~unilora_(?:indices|scales)\w*", "unilora_theta_d"),
-    _carried("VBLORA", "VB-LoRA", "vblora_logits_[AB](?:_topk_(?:indices|weights))?", "vblora_vector_bank"),
-    _carried("VERA", "VeRA", "vera_lambda_b vera_lambda_d", "vera_A vera_B"),
-    _carried("WAVEFT", "WaveFT", "waveft_spectrum"),
-    _carried(
-        "PROMPT_TUNING",  # embeddings of virtual tokens, of a whole model: which kind, the configuration alone says
-        "prompt tuning",
-        "",
-        "prompt_embeddings prefix_task_(?:cols|rows)",
-        name="prompt",
-        also_types=("PREFIX_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "CPT", "CARTRIDGE"),
-        marker="prompt_e",
-        root="",
-        required=("prompt_embeddings",),
-        also_read=(
-            ("peft", r"prompt_encoder\.(?P<adapter>[^.]+)\.embedding\.weight", "prompt_embeddings"),
-            ("peft", r"prompt_encoder\.(?P<adapter>[^.]+)\.prefix_task_cols", "prefix_task_cols"),
-            ("peft", r"prompt_encoder\.(?P<adapter>[^.]+)\.prefix_task_rows", "prefix_task_rows"),
-        ),
-    ),
-)
+with open(os.path.join(os.path.dirname(__file__), "carried.toml"), "rb") as _file:
+    CARRIED: tuple[Carried, ...] = tuple(_carried(kind, **table) for kind, table in tomllib.load(_file).items())
