@@ -104,10 +104,28 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"The quick tier: {left} more tests, and {files} files, run with bin/test --all")
 
 
+def _mark_zoo(items: list[pytest.Item]) -> None:
+    """Mark the cases that zoo.txt lists; fail where it lists one of a collected test that there is not."""
+    here = Path(__file__).parent
+    rows = [line.split() for line in (here / "zoo.txt").read_text().splitlines() if line[0] != "#"]
+    tests: dict[str, dict[str, pytest.Item]] = {test: {} for test, *_ in rows}
+    for item in items:
+        test = f"{item.path.relative_to(here)}::{getattr(item, 'originalname', item.name)}"
+        if test in tests and (case := getattr(item, "callspec", None)) is not None:
+            tests[test][case.id] = item
+    for test, *cases in rows:
+        for case in cases:
+            if case in tests[test]:
+                tests[test][case].add_marker(pytest.mark.zoo)
+            elif len(tests[test]) > len(cases):  # the test is here whole
+                raise pytest.UsageError(f"tests/zoo.txt: {test} has no case {case}")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is not quick, if asked; skip, with the reason, what cannot run here or is not asked for."""
     if config.getoption("quick"):
         _leave_out_full(config, items)
+    _mark_zoo(items)
     is_asked_for = "root" in (config.getoption("markexpr") or "")
     needs = (
         ("root", lambda: is_asked_for, "mounts file systems: bin/test -m root"),

@@ -18,7 +18,7 @@ from ckpt_tools.estimate.model_sizes import GPUS, gpu_bytes
 from ckpt_tools.estimate.options import cases_of
 from ckpt_tools.estimate.track import slim
 
-DENSE = CONFIG | {"num_hidden_layers": 10, "num_attention_heads": 8, "num_key_value_heads": 4}
+DENSE = CONFIG | {"num_hidden_layers": 7, "num_attention_heads": 8, "num_key_value_heads": 4}
 MOE = DENSE | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -36,7 +36,7 @@ JOBS = {
     ),
     "qlora": (DENSE, {"strategy": "full_shard", "mesh": "dp_shard=2", "lora": 8, "quantize": "nf4"}),
     "tp, pp": (
-        DENSE | {"num_hidden_layers": 14},
+        DENSE | {"num_hidden_layers": 10},
         {"strategy": "shard_grad_op", "mesh": "dp_shard=2,tp=2,pp=2", "activation_checkpointing": True} | TITAN,
     ),
     "experts": (MOE, {"strategy": "full_shard", "mesh": "dp_shard=4,tp=2", "expert_parallel": 4} | TITAN),
