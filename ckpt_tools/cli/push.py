@@ -58,8 +58,12 @@ def print_push(result: PushResult, output: OutputOptions) -> None:
         paths = [path for path, _ in result.left_out]
         say(f"  left out: {first_few(paths, len(paths) if output.verbose else 5)}")
     if result.dry_run and result.card is not None:
-        for line in result.card.splitlines():
+        lines = result.card.splitlines()
+        head = next((at for at, line in enumerate(lines) if at and line == "---"), 0) + _MAX_SHOWN
+        for line in lines if output.verbose else lines[:head]:
             say(f"  | {escape_name(line)}")
+        if len(lines) > head and not output.verbose:
+            say(f"  | … and {len(lines) - head:,} more lines of README.md (-v shows all)")
     for line in _summary(result):
         say(line)
 

@@ -286,7 +286,7 @@ def configs_naming(
             hint = "name it: --base-model ORG/NAME; or publish the adapter without its base: --accept-assumed"
             raise UsageError(what, where=path, hint=hint)
         content = json.dumps(values | {"base_model_name_or_path": new}, indent=2, ensure_ascii=False)
-        note = f"{path}: base_model_name_or_path is {old}; the uploaded file says {new or 'null'}"
+        note = f"{path} names {old or 'no base model'}; the uploaded file names {new or 'none'}"
         yield path, content.encode() + b"\n", escape_name(note)
 
 

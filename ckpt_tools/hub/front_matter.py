@@ -113,10 +113,11 @@ def name_base(text: str, base_model: str | None) -> str:
     known = read_front_matter(text)
     value, tags = known.get("base_model"), known.get("tags")
     values = [str(each) for each in (value if isinstance(value, list) else [value]) if each not in UNSAID]
-    if base_model is not None and len(values) == 1 and values != [base_model]:
+    if base_model is not None and len(values) < 2 and values != [base_model]:
         changes: dict[str, object] = {"base_model": base_model}
-        if isinstance(tags, list) and any(str(tag).endswith(f":{values[0]}") for tag in tags):
-            changes["tags"] = [re.sub(f":{re.escape(values[0])}$", f":{base_model}", str(tag)) for tag in tags]
+        old = re.compile(rf"(base_model:(?:\w+:)?){re.escape(''.join(values))}$")  # PEFT's tag, of no base as well
+        if isinstance(tags, list) and any(old.match(str(tag)) for tag in tags):
+            changes["tags"] = [old.sub(rf"\1{base_model}", str(tag)) for tag in tags]
         if (named := with_keys(text, changes)) != text:
             return named
     paths = [each for each in values if not is_hub_id(each)]

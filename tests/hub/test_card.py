@@ -169,7 +169,7 @@ def test_push_local_base_model_is_left_out_and_said(hub: Hub, push_json, tmp_pat
     assert front(hub.files("me/named")["README.md"].decode())["base_model"] == "org/base"
     assert json.loads(hub.files("me/named")["adapter_config.json"])["base_model_name_or_path"] == "org/base"
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == "models/base"
-    assert any("models/base; the uploaded file says org/base" in note for note in document["notes"])
+    assert any("names models/base; the uploaded file names org/base" in note for note in document["notes"])
     assert "is not a hub id" in push_json(adapter, "me/other", "--base-model", "/data/base", code=2)["what"]
 
 
@@ -211,6 +211,20 @@ def test_push_option_names_another_base(hub: Hub, push_json, tmp_path: Path, bas
     assert any("base_model was" in note for note in notes) == (len(base) > 3)
     config = json.loads(hub.files("me/lora")["adapter_config.json"])
     assert config["base_model_name_or_path"] == "org/other"
+
+
+def test_push_names_the_base_in_the_tag_that_peft_left_open(hub: Hub, push_json, run, tmp_path: Path):
+    """PEFT writes base_model: '' and the tag of no base; a card of its template has 200 lines."""
+    adapter = write_adapter(tmp_path / "adapter", base_model_name_or_path=None)
+    text = "---\nbase_model: ''\nlibrary_name: peft\ntags:\n- 'base_model:adapter:'\n- lora\n---\n" + "More\n\n" * 90
+    (adapter / "README.md").write_text(text)
+    _, shown, _ = run("push", adapter, "me/lora", "--base-model", "org/other", "-n")
+    assert len(shown.splitlines()) < 55
+    assert "more lines of README.md (-v shows all)" in shown
+    notes = push_json(adapter, "me/lora", "--base-model", "org/other")["notes"]
+    keys = front(hub.files("me/lora")["README.md"].decode())
+    assert (keys["base_model"], keys["tags"]) == ("org/other", ["base_model:adapter:org/other", "lora"])
+    assert "adapter_config.json names no base model; the uploaded file names org/other" in notes
 
 
 @pytest.mark.parametrize("keys", ["base_model: [org/a, org/b]", "{base_model: org/a}"])
