@@ -114,6 +114,8 @@ def extract_lora(options: ExtractLoraOptions) -> LoraResult:
         told = dict.fromkeys((r.entry.fqn for slot in stacked_experts(ours).values() for r in slot.rows), "experts")
         if base_config(base).get("tie_word_embeddings") is True:
             told |= dict.fromkeys((f"{head}.weight" for head in HEADS), "tied to the embedding")
+        if any(fqn.startswith(_ROOT) for fqn in both):
+            told |= dict.fromkeys((fqn for fqn in both if not fqn.startswith(_ROOT)), "beside the denoiser")
         for fqn in both:
             _see(run, fqn, ours[fqn], theirs[fqn], told.get(fqn))
             if advance is not None:
@@ -179,7 +181,7 @@ def _swapped(options: ExtractLoraOptions, base: Opened, tuned: Opened) -> Iterat
 # Tensor by tensor
 
 
-def _see(run: _Run, fqn: str, one: TensorEntry, other: TensorEntry, why: str | None) -> None:
+def _see(run: _Run, fqn: str, one: TensorEntry, other: TensorEntry, told: str | None) -> None:
     """Add what became of a tensor: a module, or what is left out."""
     reader, tuned = run.readers
     if not (one.dtype.is_float and other.dtype.is_float):
@@ -197,12 +199,12 @@ def _see(run: _Run, fqn: str, one: TensorEntry, other: TensorEntry, why: str | N
         return
     path, _, leaf = fqn.rpartition(".")
     path = "diffusion_model." + path.removeprefix(_ROOT) if path.startswith(_ROOT) else path
-    why = why or next((why for why, names in _NO_LORA.items() if re.fullmatch(names, fqn)), None)
+    why = told or next((why for why, names in _NO_LORA.items() if re.fullmatch(names, fqn)), None)
     if why is None and (change.ndim < 2 or (change.ndim > 2 and change.shape[1] == 1)):
         why = "norm or vector" if change.ndim < 2 else "depthwise convolution"
     if why is None:
         _add(run, path, change, _written(run, one.dtype), norm)
-    elif run.options.full and leaf in ("weight", "bias") and why not in ("experts", "tied to the embedding"):
+    elif run.options.full and leaf in ("weight", "bias") and told is None and why != "experts":
         run.modules.append(_whole(run, path, leaf, change, one, other))
     else:
         run.left_out.append(LeftOut(fqn, norm, why))

@@ -250,6 +250,48 @@ def test_a_convolution_of_a_single_file_becomes_locon(tmp_path):
     assert any(n.endswith("diff_b") and torch.equal(t, torch.ones(32)) for n, t in found.items())
 
 
+LEFT_OUT = {
+    "lm_head.weight": "tied to the embedding",
+    "model.layers.0.mlp.gate.weight": "router",
+    "model.layers.0.mlp.experts.1.up_proj.weight": "experts",
+    "model.layers.1.mlp.experts.gate_up_proj": "no module's weight",
+    "model.layers.0.mixer.conv1d.weight": "depthwise convolution",
+    "model.layers.0.mixer.A_log": "no module's weight",
+    "model.layers.0.mixer.step": "not floating-point",
+    "transformer.wpe.weight": "embedding",
+    "model.layers.0.up_proj.bias": "bias",
+}
+
+
+def test_every_change_that_gets_no_factors_is_left_out_by_name(tmp_path):
+    kept = {"model.layers.0.up_proj.weight": torch.zeros(8, 8), "model.layers.0.gate_proj.weight": torch.zeros(8, 8)}
+    shapes = {name: (6, 1, 4) if "conv1d" in name else (2, 4, 4) if "gate_up" in name else (4, 4) for name in LEFT_OUT}
+    base = kept | {name: torch.zeros(shape) for name, shape in shapes.items()}
+    base["model.layers.0.mixer.step"] = torch.tensor(3)
+    tuned = {name: tensor + 1 for name, tensor in base.items()} | {"value_head.weight": torch.ones(1, 8)}
+    paths = [save_model(tmp_path / n, t, tie_word_embeddings=True) for n, t in (("base", base), ("tuned", tuned))]
+    for path in paths:
+        (path / "config.json").write_text('{"tie_word_embeddings": true}')
+    result = api.extract_lora(*paths, tmp_path / "lora", rank=1)
+    assert {f"{module.path}.weight" for module in result.modules} == kept.keys()
+    assert {each.fqn: each.why for each in result.left_out} == LEFT_OUT | {"value_head.weight": "only in TUNED"}
+    with pytest.raises(UsageError, match="no linear layer or convolution differs"):
+        api.extract_lora(*paths, tmp_path / "x", exclude=["**_proj.weight"])
+
+
+def test_of_a_single_file_only_the_denoiser_gets_factors(tmp_path):
+    names = [f"model.diffusion_model.double_blocks.{i}.img_attn.qkv.weight" for i in range(2)]
+    base = {name: matrix_of(1, (48, 16)) for name in names} | {"vae.decoder.conv.weight": torch.zeros(4, 4, 3, 3)}
+    for name, change in (("base", 0), ("tuned", 1)):
+        save_file({fqn: tensor + change for fqn, tensor in base.items()}, tmp_path / f"{name}.safetensors")
+    paths = tmp_path / "base.safetensors", tmp_path / "tuned.safetensors"
+    for to in ("comfyui", "kohya", "diffusers"):
+        result = api.extract_lora(*paths, tmp_path / to, rank=1, to=to, architecture="flux1", full=True)
+        assert [each.why for each in result.left_out] == ["beside the denoiser"]
+        assert len(result.modules) == 2
+    assert api.check_lora(tmp_path / "comfyui", loaders=["comfyui"]).ok
+
+
 # Ranks by a threshold, and `resize-lora`
 
 
