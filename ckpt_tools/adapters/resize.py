@@ -226,7 +226,7 @@ def _header(header: Mapping[str, str], made: Adapter[Array]) -> dict[str, str]:
     pairs = {(each.rank.value, each.alpha.value) for each in made.modules if each.rank and each.alpha}
     for key, numbers in zip(("ss_network_dim", "ss_network_alpha"), map(set, zip(*pairs, strict=True)), strict=True):
         if key in found:
-            found[key] = f"{numbers.pop():g}" if len(numbers) == 1 else "Dynamic"  # as sd-scripts writes
+            found[key] = f"{numbers.pop():.12g}" if len(numbers) == 1 else "Dynamic"  # as sd-scripts writes
     if DIFFUSERS_KEY in found:  # whose fields stand behind the component's name
         document = json.loads(found[DIFFUSERS_KEY])
         for prefix in [key.removesuffix("r") for key in document if key.rpartition(".")[2] == "r"]:

@@ -167,7 +167,8 @@ def test_a_base_that_names_the_tuned_model_as_its_base_is_told(pair, tmp_path):
     swapped = api.extract_lora(*pair[::-1], tmp_path / "swapped", dry_run=True)
     assert [each.code for each in right.findings] == ["left-out"]
     assert [each.code for each in swapped.findings] == ["swapped", "left-out"]
-    assert not api.extract_lora(*pair[::-1], tmp_path / "swapped", strict=True)
+    assert not api.extract_lora(*pair[::-1], tmp_path / "swapped", include=["**_proj.weight"], strict=True)
+    assert not (tmp_path / "swapped").exists()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -363,6 +364,7 @@ def test_a_resized_lora_is_the_truncated_product_at_the_same_scale(tmp_path, kin
         found = losses[name.removeprefix("base_model.model.").removesuffix(".lora_B.weight")]
         assert found.error == pytest.approx(scales[0] * float((old - new).norm()), rel=1e-6)
         assert (found.rank_before, found.rank) == (16, 5)
+        assert found.norm == pytest.approx(scales[0] * float(old.norm()), rel=1e-6)
         assert float((old - new).norm()) <= optimum(old, 5) * (1.001 if tensor.dtype == torch.bfloat16 else 1 + 1e-6)
         magnitude = name.replace("lora_B.weight", "lora_magnitude_vector")
         assert magnitude not in before or torch.equal(after[magnitude], before[magnitude])
@@ -384,17 +386,27 @@ def test_a_kohya_file_keeps_names_and_scale_and_says_its_new_rank(tmp_path, alph
         root = f"lora_unet_single_blocks_{number}_{name}"
         tensors[f"{root}.lora_down.weight"] = matrix_of(number, (16, inputs))
         tensors[f"{root}.lora_up.weight"] = matrix_of(50 + number, (out, 16))
-        tensors[f"{root}.alpha"] = torch.tensor(7.0, dtype=alpha_dtype)
-    header = {"ss_network_dim": "16", "ss_network_alpha": "7", "ss_tag": "cat", "sshs_model_hash": "old"}
+        tensors[f"{root}.alpha"] = torch.tensor(7.03125, dtype=alpha_dtype)
+    header = {"ss_network_dim": "16", "ss_network_alpha": "7.03125", "ss_tag": "cat", "sshs_model_hash": "old"}
     save_file(tensors, tmp_path / "style.safetensors", header)
     api.resize_lora(tmp_path / "style.safetensors", tmp_path / "small", rank=6)
     with safe_open(tmp_path / "small" / "style.safetensors", "pt") as file:
         found = file.metadata()
         after = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     assert after.keys() == tensors.keys()
-    assert all(float(t) / 6 == pytest.approx(7 / 16, rel=1e-6) for n, t in after.items() if n.endswith(".alpha"))
-    assert (found["ss_network_dim"], found["ss_network_alpha"], found["ss_tag"]) == ("6", "2.625", "cat")
+    assert all(float(t) / 6 == pytest.approx(7.03125 / 16, rel=1e-6) for n, t in after.items() if n.endswith(".alpha"))
+    assert (found["ss_network_dim"], found["ss_network_alpha"], found["ss_tag"]) == ("6", "2.63671875", "cat")
     assert found["sshs_model_hash"] not in ("old", "")
+
+
+def test_an_alpha_in_a_file_beside_the_adapter_is_not_lost_without_a_word(tmp_path):
+    tensors = {f"lora_unet_a.lora_{n}.weight": matrix_of(1, s) for n, s in (("down", (8, 20)), ("up", (20, 8)))}
+    (tmp_path / "run").mkdir()
+    save_file(tensors, tmp_path / "run" / "x.safetensors")
+    (tmp_path / "run" / "lycoris_config.json").write_text('{"linear_alpha": 4}')
+    with pytest.raises(CkptError, match=r"the scale of 1 module .* nothing is published"):
+        api.resize_lora(tmp_path / "run", tmp_path / "small", rank=2)
+    assert not (tmp_path / "small").exists()
 
 
 def test_diffusers_header_says_the_new_ranks(tmp_path):
