@@ -41,7 +41,7 @@ _KEPT = (SAVED, TOKENS, "full")  # Families without a rank
 _HASHES = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
 
 
-@takes(ResizeLoraOptions, 'ckpt_tools.resize_lora("adapter", "smaller", rank=4).ok', "True")
+@takes(ResizeLoraOptions, 'ckpt_tools.resize_lora("adapter", "smaller", rank=1).ok', "True")
 def resize_lora(options: ResizeLoraOptions) -> LoraResult:
     """Lower the rank of a LoRA, LoCon or DoRA to what approximates it best; the scale of every module stays.
 
