@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from ckpt_tools._version import __version__ as __version__  # noqa: I001 - the functions, one a line, are a page
     from ckpt_tools.adapters.check import LoraCheck as LoraCheck
     from ckpt_tools.adapters.export import Export as Export
+    from ckpt_tools.adapters.low_rank import LoraResult as LoraResult
     from ckpt_tools.api import (
         average as average, check_lora as check_lora, commit as commit, diff as diff, estimate as estimate,
-        export_lora as export_lora, extract as extract, gather as gather, identify as identify, inspect as
-        inspect, merge_lora as merge_lora, open_checkpoint as open_checkpoint, preflight as preflight, prune as
-        prune, push as push, rename as rename, reshard as reshard, scan as scan, shard as shard, smoke as smoke,
-        stats as stats, verify as verify, watch as watch,
+        export_lora as export_lora, extract as extract, extract_lora as extract_lora, gather as gather, identify as
+        identify, inspect as inspect, merge_lora as merge_lora, open_checkpoint as open_checkpoint, preflight as
+        preflight, prune as prune, push as push, rename as rename, reshard as reshard, resize_lora as resize_lora, scan
+        as scan, shard as shard, smoke as smoke, stats as stats, verify as verify, watch as watch,
     )  # fmt: skip
     from ckpt_tools.checkpoint.dtypes import DType as DType
     from ckpt_tools.checkpoint.entries import (
@@ -69,10 +70,11 @@ if TYPE_CHECKING:
 
 _ROOMS = {
     "_version": "__version__",
-    "api": "average check_lora commit diff estimate export_lora extract gather identify inspect merge_lora "
-    "open_checkpoint preflight prune push rename reshard scan shard smoke stats verify watch",
+    "api": "average check_lora commit diff estimate export_lora extract extract_lora gather identify inspect "
+    "merge_lora open_checkpoint preflight prune push rename reshard resize_lora scan shard smoke stats verify watch",
     "adapters.check": "LoraCheck",
     "adapters.export": "Export",
+    "adapters.low_rank": "LoraResult",
     "estimate.report": "Estimate",
     "hub.plan": "PushResult",
     "preflight.report": "PreflightReport",

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ckpt_tools.adapters.check import check_lora as check_lora
     from ckpt_tools.adapters.export import export_lora as export_lora
+    from ckpt_tools.adapters.extract import extract_lora as extract_lora
     from ckpt_tools.adapters.merge_lora import merge_lora as merge_lora
+    from ckpt_tools.adapters.resize import resize_lora as resize_lora
     from ckpt_tools.checks.commands import diff as diff, stats as stats, verify as verify
     from ckpt_tools.convert.average_rename import average as average, extract as extract, rename as rename
     from ckpt_tools.convert.commands import commit as commit, gather as gather, reshard as reshard, shard as shard
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 _ROOMS = {
     "adapters.check": "check_lora",
     "adapters.export": "export_lora",
+    "adapters.extract": "extract_lora",
+    "adapters.resize": "resize_lora",
     "convert.commands": "commit gather reshard shard",
     "estimate.run": "estimate",
     "adapters.merge_lora": "merge_lora",

@@ -235,6 +235,14 @@ EXPORT = {
     **CONVERSION, "ok": bool, "config": mapping(record({"value": object, "source": str})), "assumed": STRINGS,
     "findings": FINDINGS, "push?": record(PUSH),
 }  # fmt: skip
+LORA_LOSS = {
+    **CONVERSION, "ok": bool, "loss": float, "config": mapping(record({"value": object, "source": str})),
+    "modules": array(record({
+        "path": str, "rank": int, "rank_before": int | None, "norm": float, "error": float, "loss": float,
+        "method": str,
+    })),
+    "left_out": array(record({"fqn": str, "norm": float | None, "why": str})), "findings": FINDINGS,
+}  # fmt: skip
 LOADER = {
     "loader": str, "loads": bool | None, "changes": bool, "whole": bool, "proven": bool, "factor": float | None,
     "matched_modules": int, "matched_tensors": int, "unmatched_tensors": int, "unmatched": STRINGS,
@@ -259,6 +267,7 @@ SEVERAL = {
 DOCUMENTS: dict[str, tuple[dict[str, Any], ...]] = {
     "inspect": (INSPECT,), "verify": (VERIFY, SEVERAL), "diff": (DIFF,), "stats": (STATS,), "scan": (SCAN,),
     "smoke": (SMOKE,), "estimate": (ESTIMATE,), "preflight": (PREFLIGHT,), "export-lora": (EXPORT,),
+    "extract-lora": (LORA_LOSS,), "resize-lora": (LORA_LOSS,),
     "check-lora": (CHECK_LORA,), "push": (PUSH,), "watch": (PRUNE,), "prune": (PRUNE,), "env": (ENV,),
     "error": (ERROR,),
     **dict.fromkeys(

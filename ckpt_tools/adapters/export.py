@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.adapters import settings
-from ckpt_tools.adapters.adapter import Adapter, Fields, Sourced, Target
+from ckpt_tools.adapters.adapter import Adapter, Fields, Sourced, Target, some_modules
 from ckpt_tools.adapters.architectures import candidates
 from ckpt_tools.adapters.architectures.architecture import ModelFamily
 from ckpt_tools.adapters.architectures.choose import family_named, is_native
@@ -42,6 +42,9 @@ from ckpt_tools.results import CheckedResult, as_json
 from ckpt_tools.storage.run_leases import leased
 from ckpt_tools.storage.staging import check_destination, check_space
 from ckpt_tools.text import escape_name
+
+if TYPE_CHECKING:
+    from ckpt_tools.transfer.arrays import Array
 
 _NOTHING = Output(file="", items=(), metadata={}, documents={})
 _BASE_BYTES = 64 << 20  # Of the interpreter and the modules, in estimates
@@ -99,8 +102,8 @@ def export_lora(options: ExportOptions) -> Export:
         DestinationExistsError: The destination exists.
     """
     start = time.monotonic()
-    ecosystem = to_target.target_of(options.to)
-    architecture = family_named(options.architecture)
+    to_target.target_of(options.to)
+    family_named(options.architecture)
     if options.dtype not in DTYPES:
         raise UsageError(f"{options.dtype!r} is not a dtype", hint=f"--dtype takes {', '.join(DTYPES)}")
     target = os.fspath(options.destination)
@@ -119,46 +122,62 @@ def export_lora(options: ExportOptions) -> Export:
         if options.overwrite:
             check_replaceable(target)
         rules.refuse_foreign_shapes(read.adapter)
-        read = on_base(read, options.base)  # noqa: PLW2901 - the same adapter
-        placed, component = read.adapter, None
-        if options.to == "peft":
-            is_diffusion = bool(candidates([module.path for module in placed.modules]))
-            placed, component = from_one_model(placed, is_diffusion=is_diffusion)
-        read = read._replace(adapter=placed)  # noqa: PLW2901
-        model, is_base_proven = base_of(read, options.base)
-        whole = read.adapter if model is None else settings.settle_parameters(read.adapter, model.shapes)
-        whole = settings.with_alpha(renested(whole) if whole.omitted else whole, options.alpha)
-        run = _ExportRun(
-            options=options,
-            architecture=architecture,
-            read=read,
-            reader=TensorReader(read.opened),
-            model=model,
-            start=start,
-            assumed=settings.assumptions(whole, is_base_proven=is_base_proven),
+        _refuse_lower_rank(read.adapter, options.svd_rank)
+        return write_adapter(options, on_base(read, options.base), TensorReader(read.opened), start)
+
+
+def _refuse_lower_rank(adapter: Adapter[TensorEntry], svd_rank: int | None) -> None:
+    """Refuse a rank below that of what needs no approximation: it would be written as it is."""
+    wider = [m for m in adapter.modules if m.family == "lora" and m.rank and svd_rank and m.rank.value > svd_rank]
+    if wider:
+        highest = max(module.rank.value for module in wider if module.rank)
+        what = (
+            f"--svd-rank {svd_rank} is below the rank of {some_modules(wider)}, up to {highest}; it approximates only"
         )
-        if read.opened.step is not None:
-            run.notes.append(note_reading(read.opened.step))
-        if whole.left_out:
-            run.notes.append("left out: " + ", ".join(whole.left_out))
-        if component:
-            run.notes.append(f"the modules are those of {component!r} in a pipeline: load the adapter there")
-        run.findings += settings.findings_of(run.assumed, strict=options.strict)
-        if (doubt := rules.doubt_about(whole)) is not None:
-            run.notes.append(doubt)
-        if options.to == "peft":
-            whole = _on_its_model(run, whole)
-        run.findings += check_structure(
-            whole, base=model.shapes if model and options.to == "peft" else None, repairs=True
-        )
-        if run.has_error:
-            return _export(run, _NOTHING, {})
-        output, known = _for_peft(run, whole) if options.to == "peft" else _for_others(run, whole, ecosystem)
-        output = replace(output, metadata={**output.metadata, **settings.header_of(run.assumed)})
-        known = {**known, **settings.sourced(run.assumed)}
-        if run.has_error or options.dry_run:
-            return _export(run, output, known)
-        return _publish(run, whole, output, known)
+        hint = f"lower the ranks of LoRA first: ckpt resize-lora SRC DST --rank {svd_rank}"
+        raise UsageError(f"{what} what the format cannot express", where="--svd-rank", hint=hint)
+
+
+def write_adapter(options: ExportOptions, read: OpenedAdapter, reader: TensorReader, start: float) -> Export:
+    """Write an adapter, whose factors are the source's tensors or arrays, for an ecosystem; what is read is counted."""
+    ecosystem = to_target.target_of(options.to)
+    placed, component = read.adapter, None
+    if options.to == "peft":
+        is_diffusion = bool(candidates([module.path for module in placed.modules]))
+        placed, component = from_one_model(placed, is_diffusion=is_diffusion)
+    read = read._replace(adapter=placed)
+    model, is_base_proven = base_of(read, options.base)
+    whole = read.adapter if model is None else settings.settle_parameters(read.adapter, model.shapes)
+    whole = settings.with_alpha(renested(whole) if whole.omitted else whole, options.alpha)
+    run = _ExportRun(
+        options=options,
+        architecture=family_named(options.architecture),
+        read=read,
+        reader=reader,
+        model=model,
+        start=start,
+        assumed=settings.assumptions(whole, is_base_proven=is_base_proven),
+    )
+    if read.opened.step is not None:
+        run.notes.append(note_reading(read.opened.step))
+    if whole.left_out:
+        run.notes.append("left out: " + ", ".join(whole.left_out))
+    if component:
+        run.notes.append(f"the modules are those of {component!r} in a pipeline: load the adapter there")
+    run.findings += settings.findings_of(run.assumed, strict=options.strict)
+    if (doubt := rules.doubt_about(whole)) is not None:
+        run.notes.append(doubt)
+    if options.to == "peft":
+        whole = _on_its_model(run, whole)
+    run.findings += check_structure(whole, base=model.shapes if model and options.to == "peft" else None, repairs=True)
+    if run.has_error:
+        return _export(run, _NOTHING, {})
+    output, known = _for_peft(run, whole) if options.to == "peft" else _for_others(run, whole, ecosystem)
+    output = replace(output, metadata={**output.metadata, **settings.header_of(run.assumed)})
+    known = {**known, **settings.sourced(run.assumed)}
+    if run.has_error or options.dry_run:
+        return _export(run, output, known)
+    return _publish(run, whole, output, known)
 
 
 # For PEFT: names, and nothing else where that is enough
@@ -175,7 +194,7 @@ def _on_its_model(run: _ExportRun, adapter: Adapter[TensorEntry]) -> Adapter[Fac
             what = "the names are neither the model's own nor those of a diffusion model that ckpt has tables for"
             hint = "pass the base model, from which the names are derived: --base DIR"
             raise UsageError(what, where=adapter.modules[0].path, hint=hint)
-        loaded = load(adapter, run.read.opened, run.reader)
+        loaded = _loaded(run, adapter)
         run.findings += check_adapter(loaded, repairs=True)
         if run.has_error:
             return loaded
@@ -191,7 +210,7 @@ def _for_peft(run: _ExportRun, adapter: Adapter[Factor]) -> tuple[Output, Fields
     except InexpressibleError:
         rules.refuse_variants(adapter)
         # Not as it is; perhaps as a LoRA.
-        loaded = adapter if _is_loaded(adapter) else load(adapter, run.read.opened, run.reader)
+        loaded = _loaded(run, adapter)
         run.findings += check_adapter(loaded)
         if run.has_error:
             return _NOTHING, {}
@@ -208,8 +227,11 @@ def _for_peft(run: _ExportRun, adapter: Adapter[Factor]) -> tuple[Output, Fields
     return Output(file=PEFT_FILE, items=items, metadata={"format": "pt"}, documents=documents), config
 
 
-def _is_loaded(adapter: Adapter[Factor]) -> bool:
-    return not any(isinstance(factor, TensorEntry) for module in adapter.modules for factor in module.factors.values())
+def _loaded(run: _ExportRun, adapter: Adapter[Factor]) -> Adapter[Array]:
+    """Return the adapter with its bytes, which may be there."""
+    factors = (factor for module in adapter.modules for factor in module.factors.values())
+    is_read = not any(isinstance(factor, TensorEntry) for factor in factors)
+    return adapter if is_read else load(adapter, run.read.opened, run.reader)
 
 
 def _item(run: _ExportRun, name: str, factor: Factor, shape: tuple[int, ...]) -> Item:
@@ -230,7 +252,7 @@ def _item(run: _ExportRun, name: str, factor: Factor, shape: tuple[int, ...]) ->
 def _for_others(run: _ExportRun, adapter: Adapter[TensorEntry], to: Target) -> tuple[Output, Fields]:
     rules.refuse_variants(adapter)
     rules.refuse_carried(adapter, "written for libraries other than PEFT", "--to peft")
-    loaded = load(adapter, run.read.opened, run.reader)
+    loaded = _loaded(run, adapter)
     run.findings += check_adapter(loaded, repairs=True)
     known = to_target.summary(adapter, run.options.base_model)
     if run.has_error:

@@ -135,3 +135,56 @@ class MergeOptions:
     ] = None
     as_part: common.AsPart = False
     progress: common.Progress = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOptions:
+    """What `extract_lora` and `resize_lora` have in common."""
+
+    rank: Annotated[
+        int | None, Option("Rank; with --rank-by the highest (default of extract-lora: 8, or 128).", metavar="N", min=1)
+    ] = None
+    rank_by: Annotated[
+        Literal["energy", "fro", "ratio"] | None,
+        Option(
+            "Rank of each module by --threshold: energy, share of the sum of singular values; fro, share of the norm; "
+            "ratio, largest singular value ÷ smallest one kept (sd-scripts' sv_cumulative, sv_fro, sv_ratio)."
+        ),
+    ] = None
+    threshold: Annotated[float | None, Option("Value for --rank-by: 0.9; for ratio 10.", metavar="X")] = None
+    dtype: Annotated[str | Any, Option("Dtype of the factors (keep: BASE's, SRC's).", metavar="keep|bf16|f16|f32")] = (
+        "keep"
+    )
+    dry_run: Annotated[bool, Option("Compute ranks and losses; write nothing.", short="-n")] = False
+    overwrite: common.Overwrite = False
+    progress: common.Progress = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtractLoraOptions(RankOptions):
+    """The options of `extract_lora`."""
+
+    base: Annotated[AnyPath, Argument("Base model, in any format.", "BASE")] = field(kw_only=False)
+    tuned: Annotated[AnyPath, Argument("Model trained from it, in any format.", "TUNED")] = field(kw_only=False)
+    destination: common.Destination = field(kw_only=False)
+    to: Annotated[str, Option("Format to write.", metavar="peft|diffusers|kohya|comfyui")] = "peft"
+    include: common.Include = ()
+    exclude: common.Exclude = ()
+    full: Annotated[
+        bool, Option("Also write embeddings, norms and biases, whole (peft: modules_to_save; kohya, comfyui: diff).")
+    ] = False
+    device: Annotated[Literal["cpu", "cuda"], Option("Device that computes.")] = "cpu"
+    names: common.LibraryNames = "auto"
+    component: common.Component = None
+    architecture: Architecture = None
+    base_model: Annotated[str | None, Option("Hub id of the base model.", metavar="ORG/NAME")] = None
+    strict: Annotated[bool, Option("Write nothing if a change is left out, or the models look swapped.")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResizeLoraOptions(RankOptions):
+    """The options of `resize_lora`."""
+
+    source: Annotated[AnyPath, Argument("LoRA: a PEFT directory or a safetensors file.", "SRC")] = field(kw_only=False)
+    destination: common.Destination = field(kw_only=False)
+    alpha: Alpha = None

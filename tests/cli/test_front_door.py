@@ -159,7 +159,7 @@ RUNS = (
     "ckpt stats run",
     "ckpt scan Qwen3-8B",
     "ckpt average",
-    "ckpt extract",
+    "ckpt extract ",
     "ckpt help",
     "ckpt env",
 )
