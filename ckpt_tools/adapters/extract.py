@@ -111,13 +111,13 @@ def extract_lora(options: ExtractLoraOptions) -> LoraResult:
         run.left_out += [LeftOut(fqn, None, "only in TUNED") for fqn in theirs if fqn not in ours]
         progress = options.progress
         advance = progress(sum(s[fqn].nbytes for fqn in both for s in (ours, theirs))) if progress else None
-        told = dict.fromkeys((r.entry.fqn for slot in stacked_experts(ours).values() for r in slot.rows), "experts")
+        reasons = dict.fromkeys((r.entry.fqn for slot in stacked_experts(ours).values() for r in slot.rows), "experts")
         if base_config(base).get("tie_word_embeddings") is True:
-            told |= dict.fromkeys((f"{head}.weight" for head in HEADS), "tied to the embedding")
+            reasons |= dict.fromkeys((f"{head}.weight" for head in HEADS), "tied to the embedding")
         if any(fqn.startswith(_ROOT) for fqn in both):
-            told |= dict.fromkeys((fqn for fqn in both if not fqn.startswith(_ROOT)), "beside the denoiser")
+            reasons |= dict.fromkeys((fqn for fqn in both if not fqn.startswith(_ROOT)), "beside the denoiser")
         for fqn in both:
-            _see(run, fqn, ours[fqn], theirs[fqn], told.get(fqn))
+            _see(run, fqn, ours[fqn], theirs[fqn], reasons.get(fqn))
             if advance is not None:
                 advance(ours[fqn].nbytes + theirs[fqn].nbytes)
         if run.num_equal == len(ours) == len(theirs):
@@ -181,7 +181,7 @@ def _swapped(options: ExtractLoraOptions, base: Opened, tuned: Opened) -> Iterat
 # Tensor by tensor
 
 
-def _see(run: _Run, fqn: str, one: TensorEntry, other: TensorEntry, told: str | None) -> None:
+def _see(run: _Run, fqn: str, one: TensorEntry, other: TensorEntry, reason: str | None) -> None:
     """Add what became of a tensor: a module, or what is left out."""
     reader, tuned = run.readers
     if not (one.dtype.is_float and other.dtype.is_float):
@@ -199,12 +199,12 @@ def _see(run: _Run, fqn: str, one: TensorEntry, other: TensorEntry, told: str | 
         return
     path, _, leaf = fqn.rpartition(".")
     path = "diffusion_model." + path.removeprefix(_ROOT) if path.startswith(_ROOT) else path
-    why = told or next((why for why, names in _NO_LORA.items() if re.fullmatch(names, fqn)), None)
+    why = reason or next((why for why, names in _NO_LORA.items() if re.fullmatch(names, fqn)), None)
     if why is None and (change.ndim < 2 or (change.ndim > 2 and change.shape[1] == 1)):
         why = "norm or vector" if change.ndim < 2 else "depthwise convolution"
     if why is None:
         _add(run, path, change, _written(run, one.dtype), norm)
-    elif run.options.full and leaf in ("weight", "bias") and told is None and why != "experts":
+    elif run.options.full and leaf in ("weight", "bias") and reason is None and why != "experts":
         run.modules.append(_whole(run, path, leaf, change, one, other))
     else:
         run.left_out.append(LeftOut(fqn, norm, why))

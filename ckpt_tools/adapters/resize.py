@@ -77,10 +77,9 @@ def resize_lora(options: ResizeLoraOptions) -> LoraResult:
         if not options.dry_run:
             _publish(options, output, made)
     notes = [f"{counted(kept, 'module')} had no higher rank and keep it"] if kept else []
-    beside = (
-        {*read.opened.source.list_files(max_depth=0)} - {output.file, *output.documents} if output.documents else ()
-    )
-    notes += [f"not copied: {first_few(sorted(beside))}"] if beside else []
+    here = read.opened.source.list_files(max_depth=0) if output.documents else ()
+    others = {*here} - {output.file, *output.documents}
+    notes += [f"not copied: {first_few(sorted(others))}"] if others else []
     if any(module.is_dora for module in made.modules):
         notes.append("DoRA: the loss is that of B·A; the magnitudes stay")
     ledger, files = reader.ledger, output.sizes()

@@ -76,7 +76,8 @@ def _summary(result: PushResult) -> list[str]:
     if result.dry_run:
         would = "would create it; " if result.created else ""
         most = "at most " if "not compared" in states else ""
-        return [f"{result.repo}{is_private}: {would}{counts}; {most}{format_size(result.sent_bytes)} to send"]
+        plan = f"{would}{counts}; {most}{format_size(result.sent_bytes)} to send"
+        return [f"{result.repo}{is_private}: {plan}; dry run, nothing was uploaded"]
     if result.commit is None:
         return [f"{result.url}: nothing to push, {counts}", *_proof(result)]
     where = result.pull_request or f"{result.url}/commit/{result.commit}"

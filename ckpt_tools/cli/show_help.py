@@ -1,4 +1,4 @@
-"""`ckpt help`: the topics, the page of one of them, or the help of a command."""
+"""`ckpt help`: commands and topics, the page of one of them, or the help of a command."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ def run(asked: HelpOptions) -> int:
     if asked.topic in COMMANDS:
         return main([str(asked.topic), "--help"])
     if asked.topic is None:
-        say("Topics, for `ckpt help TOPIC`:")
+        main(["--help"])
+        say("\nTopics, for `ckpt help TOPIC`:")
         for name, text in pages.items():
             say(f"  {name:<12}  {text.splitlines()[0].lstrip('# ')}")
     elif asked.topic in pages:
         say(page(asked.topic))
     else:
-        hint = (did_you_mean(asked.topic, [*pages, *COMMANDS]), "ckpt help lists the topics")
+        hint = (did_you_mean(asked.topic, [*pages, *COMMANDS]), "ckpt help lists commands and topics")
         raise UsageError(f"no such command or topic: {asked.topic}", hint=" ".join(filter(None, hint)))
     return 0
 

@@ -61,7 +61,9 @@ def _tables(result: Stats, screen: Screen, *, every: bool) -> None:
     ranks = any(row.spectrum is not None for row in result.tensors)
     has_updates = bool(result.updates["kind"])
     headers += ["rank"] * ranks + ["update", "cosine"] * has_updates
-    screen.section("Values, by name" if every else "Values (medians of all layers; extremes of any)")
+    screen.section(
+        "Values, by name" if every else "Values (medians of all layers; extremes of any; update of all together)"
+    )
     rows = []
     for name, group in shown:
         cells = [escape_name(name), f"×{len(group):,}" if len(group) > 1 else "", *_figures(group)]
@@ -74,7 +76,8 @@ def _tables(result: Stats, screen: Screen, *, every: bool) -> None:
         rows.append(cells)
     screen.table(", >".join(headers), rows)
     if has_updates:
-        screen.line("  update: |new − old| / |old|, of all layers of a row together; ckpt diff: of each tensor", "dim")
+        more = "unchanged ones too; ckpt diff: of each tensor"
+        screen.line(f"  update: |new − old| / |old|, of all layers of a row together, {more}", "dim")
     if len(shown) < len(kinds):
         screen.line(f"  … and {len(kinds) - len(shown):,} more (--tensors lists all)")
     layers = {layer: update for layer, update in result.updates["layer"].items() if layer != "none"}

@@ -381,6 +381,9 @@ class Push:
         if base_model is not None and not self._is_alone and not self._hub.has(base_model):
             where = self._hub.account.endpoint
             self._notes.append(f"base model {base_model}: private, or not known at {where}; not everybody can load it")
+        if self._adapters:
+            what = "that the base model has the adapter's modules, in these shapes"
+            self._notes.append(f"not checked: {what} (`ckpt check-lora` with --base compares them)")
         accept = self._options.accept_assumed
         for path, content, note in configs_naming(self._source, self._local, base_model, accept_assumed=accept):
             self._local[path] = file_of_bytes(path, content)

@@ -135,10 +135,10 @@ def likely(path: str) -> str | None:
         short = os.path.relpath(path)
     except (OSError, ValueError):  # no path, or the current directory is gone
         return None
-    if near is not None:
-        whole = os.path.join(here, near, *below[1:])
-        return f"did you mean {whole if os.path.lexists(whole) else os.path.join(here, near)}?"
+    whole = os.path.join(here, near or "", *below[1:])
     is_repository = _REPOSITORY.fullmatch(short) and not os.path.lexists(os.path.dirname(short))
+    if near is not None and (os.path.lexists(whole) or not is_repository):
+        return f"did you mean {whole if os.path.lexists(whole) else os.path.join(here, near)}?"
     return f"for a repository of the Hugging Face hub, write hf://{short}" if is_repository else None
 
 

@@ -184,6 +184,7 @@ def test_examples_do_what_they_say(model: Path, ckpt: Run) -> None:
 def test_topics_are_short_and_true(ckpt: Run) -> None:
     code, out, err = ckpt("help")
     assert (code, err) == (0, "")
+    assert all(re.search(rf"^  {name} ", out, re.MULTILINE) for name in COMMANDS)
     known = {name: {flag for each in _load(name).params for flag in each.opts} for name in COMMANDS}
     for topic in ("exit-codes", "formats", "mesh", "names", "rules", "stores"):
         assert re.search(rf"^  {topic}  ", out, re.MULTILINE)
@@ -229,7 +230,7 @@ def test_a_place_alone_is_inspected(model: Path, tmp_path: Path, ckpt: Run) -> N
         ("''", 2, "see ckpt --help"),
         ("-- zzz", 2, "see ckpt --help"),
         ("Qwen/Qwen3-8B@main", 4, "for a repository of the Hugging Face hub, write hf://Qwen/Qwen3-8B@main"),
-        ("help msh", 2, "did you mean mesh? ckpt help lists the topics"),
+        ("help msh", 2, "did you mean mesh? ckpt help lists commands and topics"),
         ("./modle", 4, "did you mean ./model?"),
         ("modle/model.safetensors", 4, "did you mean model/model.safetensors?"),
         ("inspect model/modl.safetensors", 4, "did you mean model/model.safetensors?"),

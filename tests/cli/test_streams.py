@@ -41,6 +41,8 @@ CASES: dict[str, tuple[str, int]] = {
     "export-lora": ("export-lora adapter OUT --to peft", 0),
     "merge-lora": ("merge-lora base adapter OUT", 0),
     "check-lora": ("check-lora adapter --base base", 0),
+    "extract-lora": ("extract-lora nowhere base OUT", 4),
+    "resize-lora": ("resize-lora nowhere OUT --rank 1", 4),
     "push": ("push nowhere me/there", 4),
     "watch": ("watch . --once", 4),
     "prune": ("prune . --keep-last 1", 4),
