@@ -411,6 +411,39 @@ def test_push_cut_connection_is_survived(hub: Hub, push_json, model: Path, naps:
     assert len(hub.repos["me/model"].commits) == 2
 
 
+SWEPT: dict[str, dict] = {
+    "503": {"status": 503},
+    "401": {"status": 401},
+    "html": {"status": 200, "body": b"<html>Sign in</html>"},
+    "cut": {"kind": "cut", "times": 99},
+    "lost": {"kind": "lost"},
+    "truncate": {"kind": "truncate"},
+}
+
+
+@pytest.mark.parametrize("kind", SWEPT)
+def test_push_any_request_may_fail(hub: Hub, push, push_json, model: Path, naps, kind: str, request):
+    """Whole, or an error and nothing of it there (all of it, where the check alone failed); run again, whole."""
+    (model / "README.md").write_text("---\nlicense: mit\n---\nMine\n")
+    push_json(model, "me/m0")
+    made = [(each.method, each.path) for each in hub.requests]
+    whole = {path: content for path, content in hub.files("me/m0").items() if path != ".gitattributes"}
+    step = 1 if request.config.getoption("--zoo") else 7
+    for at in range([*SWEPT].index(kind) % step, len(made), step):
+        repo, (method, path) = f"me/m{at + 1}", made[at]
+        hub.objects.clear()
+        hub.faults[:] = [Fault(re.escape(f"{method} {path}".replace("me/m0", repo)), **SWEPT[kind])]
+        code, _, error = push(model, repo)
+        found = hub.files(repo) if repo in hub.repos and hub.repos[repo].refs else {}
+        there = {path: found[path] for path in whole if path in found}
+        assert code in (0, 1, 3), error
+        assert there == whole if code != 1 else there in ({}, whole), (at, method, path, error)
+        assert there == {} or code != 1 or "was made" in error or "known" in error, (method, path, error)
+        hub.faults.clear()
+        assert push_json(model, repo, "--check", "all")["ok"] is True
+        assert {path: hub.files(repo)[path] for path in whole} == whole
+
+
 @pytest.mark.parametrize(("kind", "status"), [("lost", 0), ("late", 504), ("late", 500)])
 def test_push_answer_to_the_commit_lost_is_recognised(hub, push_json, model, naps, kind, status):
     hub.faults.append(Fault("/commit/main", kind=kind, status=status))
