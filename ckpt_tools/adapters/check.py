@@ -19,6 +19,7 @@ from ckpt_tools.adapters.architectures.names import ModulePlace, readings, under
 from ckpt_tools.adapters.base.model import BaseModel, adapted_paths, as_named, base_path, parents_of, replicated
 from ckpt_tools.adapters.base.reading import on_base, read_base
 from ckpt_tools.adapters.ecosystems.loader_report import (
+    APART,
     NEEDS_BASE,
     AdapterFile,
     Loader,
@@ -49,6 +50,8 @@ _OWN: Mapping[Convention, tuple[Loader, ...]] = {
     "comfyui": ("comfyui",),
     "ai-toolkit": ("comfyui", "diffusers"),
     "trainer": ("peft",),
+    "gguf": ("llama.cpp",),
+    "mlx": ("mlx",),
 }
 """Convention → loaders of which one has to take the adapter: kohya's names are ComfyUI's as well, and ai-toolkit writes
 the one's or the other's, by the model."""
@@ -184,7 +187,7 @@ def _check(
         _say_training(adapter, path, wanted, run)
     else:
         judges = wanted or _own_loaders(adapter.convention, file)
-        others = () if wanted else tuple(loader for loader in LOADERS if loader not in judges)
+        others = () if wanted or judges[0] in APART else tuple(x for x in LOADERS if x not in (*judges, *APART))
         reports = tuple(simulate(file, loader, families) for loader in (*judges, *others))
         _judge(reports[: len(judges)], run, needs_all=bool(wanted), has_base=base is not None)
     ranks = Counter(module.rank.value for module in adapter.modules if module.rank is not None)
@@ -228,7 +231,7 @@ def _check_tensors(read: OpenedAdapter) -> Iterator[Finding]:
 
 def _say_training(adapter: Adapter[TensorEntry], path: str, wanted: Sequence[Loader], run: _CheckRun) -> None:
     what = "no loader reads a training checkpoint: export the adapter first"
-    hint = "ckpt export-lora SRC DST --to " + (next((x for x in wanted if x != "vllm"), "peft"))
+    hint = "ckpt export-lora SRC DST --to " + (next((APART.get(x, x) for x in wanted if x != "vllm"), "peft"))
     if adapter.convention == "trainer":  # whose rows have another order
         hint += " --base DIR"
     if wanted:
@@ -283,6 +286,8 @@ def _file(read: OpenedAdapter, path: str, family: ModelFamily | None, base: Base
 
 def _own_loaders(convention: Convention, file: AdapterFile) -> tuple[Loader, ...]:
     """Return the loaders of an adapter's own format, by what stands beside its tensors and by their names."""
+    if file.file.endswith(".gguf") or convention == "mlx":
+        return _OWN["gguf" if convention != "mlx" else "mlx"]
     if file.config is not None:
         return ("peft",)
     if file.file == sidecars.DIFFUSERS_FILE or sidecars.DIFFUSERS_KEY in file.metadata:
@@ -421,14 +426,18 @@ LOADERS: Mapping[Loader, str] = {
     "comfyui": "loaders:load_in_comfyui",
     "kohya": "loaders:load_in_kohya",
     "vllm": "loaders:load_in_vllm",
+    "llama.cpp": "gguf_mlx:load_in_llama_cpp",
+    "mlx": "gguf_mlx:load_in_mlx",
 }
 """Loader → its rules: they fill in a `Loading`, and raise `RejectedError` where the loader raises."""
 
 
-def _rules_of(loader: Loader) -> Callable[[AdapterFile, Loading], None]:
-    file, _, name = LOADERS[loader].partition(":")
+def _rules_of(loader: Loader, name: str) -> Callable[[AdapterFile, Loading], None]:
+    if loader != "llama.cpp" and name.endswith(".gguf"):
+        raise RejectedError("it does not read GGUF")
+    file, _, rules = LOADERS[loader].partition(":")
     module = import_module(f"ckpt_tools.adapters.ecosystems.{file}")
-    found: Callable[[AdapterFile, Loading], None] = getattr(module, name)
+    found: Callable[[AdapterFile, Loading], None] = getattr(module, rules)
     return found
 
 
@@ -446,13 +455,13 @@ def simulate(file: AdapterFile, loader: Loader, families: Sequence[ModelFamily] 
 
 def _simulate(file: AdapterFile, loader: Loader) -> LoaderReport:
     loading = Loading()
-    target = "peft" if loader == "vllm" or file.architecture == "llm" else loader
+    target = APART.get(loader) or ("peft" if loader == "vllm" or file.architecture == "llm" else loader)
     hint = f"ckpt export-lora SRC DST --to {target}"
     if loader == "vllm":
         hint += "; to use what vLLM does not support, merge it into the base: ckpt merge-lora"
     loads: bool | None = True
     try:
-        _rules_of(loader)(file, loading)
+        _rules_of(loader, file.file)(file, loading)
     except RejectedError as error:
         loads = False
         loading.used.clear()

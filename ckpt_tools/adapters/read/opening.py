@@ -28,11 +28,12 @@ from ckpt_tools.adapters.read.assemble import (
     refused_kind,
     without_wrappers,
 )
+from ckpt_tools.adapters.read.other_runtimes import as_peft, open_adapter
 from ckpt_tools.adapters.read.sidecars import Sidecars, locate, read_sidecars
 from ckpt_tools.adapters.settings import add_settings
 from ckpt_tools.checkpoint.entries import Checkpoint, TensorEntry
 from ckpt_tools.checkpoint.formats.blob_contents import check_sealed, revealed
-from ckpt_tools.checkpoint.formats.opening import Opened, open_path, refuse_part
+from ckpt_tools.checkpoint.formats.opening import Opened, refuse_part
 from ckpt_tools.checkpoint.formats.step import open_optimizer, refuse_mixed
 from ckpt_tools.checkpoint.transform import find_model, is_optimizer, select, strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
@@ -79,7 +80,7 @@ def read_adapter(
     before those of files. Raise UnknownTypeError for a kind that is not supported.
     """
     location = locate(path, adapter_name)
-    with open_path(location.path, format=format, as_part=True) as whole:
+    with open_adapter(location.path, format) as whole:
         identity = whole.identity
         if identity.whole == "part" and not (
             as_part or identity.hollow or identity.chosen
@@ -97,13 +98,14 @@ def read_adapter(
         opened = replace(whole, checkpoint=select(whole.checkpoint, include=include, exclude=exclude))
         check_sealed(opened)
         sidecars = read_sidecars(location.sidecars, opened.metadata, is_training=opened.format.is_training)
+        described, sidecars, own = as_peft(opened, sidecars)
         sidecars = replace(sidecars, peft={**sidecars.peft, **(settings or {})})
         _refuse_type(sidecars, path)
-        named = _name(opened, path)
+        named = _name(described, path)
         chosen, name = _choose(named, None if location.took_adapter else adapter_name, path)
         adapter = assemble(
             chosen,
-            convention=_convention(chosen, sidecars),
+            convention=own or _convention(chosen, sidecars),
             is_training=opened.format.is_training,
             trained=_trained(opened),
             bias=sidecars.peft["bias"].value if "bias" in sidecars.peft else None,
