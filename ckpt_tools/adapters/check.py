@@ -127,7 +127,8 @@ def check_lora(options: CheckOptions) -> LoraCheck:
     path = os.fspath(options.source)
     try:
         with read_adapter(path, adapter_name=options.adapter, format=options.format, as_part=True) as read:
-            read = on_base(read, options.base)  # noqa: PLW2901 - the same adapter
+            if read.adapter.convention != "gguf":  # whose names and shapes llama.cpp's own rules compare
+                read = on_base(read, options.base)  # noqa: PLW2901 - the same adapter
             facts = None if options.base is None else _base_for(read.adapter, read_base(options.base))
             family = None if facts is None else facts.family
             found = (architecture,) if architecture else choose_families(read.adapter, base=family)
@@ -172,7 +173,7 @@ def _check(
     family = families[0] if len(families) == 1 else None
     if base is None:
         run.not_checked.append("the modules' names and shapes in the base model (--base)")
-    else:
+    elif adapter.convention != "gguf":
         found, not_checked = check_against(adapter, base, family)
         run.findings += found
         run.not_checked += not_checked
@@ -286,8 +287,8 @@ def _file(read: OpenedAdapter, path: str, family: ModelFamily | None, base: Base
 
 def _own_loaders(convention: Convention, file: AdapterFile) -> tuple[Loader, ...]:
     """Return the loaders of an adapter's own format, by what stands beside its tensors and by their names."""
-    if file.file.endswith(".gguf") or convention == "mlx":
-        return _OWN["gguf" if convention != "mlx" else "mlx"]
+    if convention in APART.values():
+        return _OWN[convention]
     if file.config is not None:
         return ("peft",)
     if file.file == sidecars.DIFFUSERS_FILE or sidecars.DIFFUSERS_KEY in file.metadata:

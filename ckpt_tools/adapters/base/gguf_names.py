@@ -52,6 +52,11 @@ def names_of(weights: Iterable[str], config: Config) -> Iterator[tuple[str, str,
             yield weight, fill(spelling.names[0], line.signs, numbers), spelling.steps
 
 
+def patterns_of(config: Config) -> set[str]:
+    """Return all of llama.cpp's names that the map has, numbers as *."""
+    return {line.spellings[0].names[0] for line in _map_of(config).section.lines}
+
+
 def row_order(steps: tuple[LineStep, ...], rows: int, config: Config) -> list[int] | None:
     """Return which row of the hub's tensor each row is; None where the order is the same."""
     if not steps:

@@ -14,16 +14,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ckpt_tools.adapters.adapter import Adapter
-from ckpt_tools.adapters.base.gguf_names import architecture_of, names_of, row_order
+from ckpt_tools.adapters.base.gguf_names import architecture_of, names_of, patterns_of, row_order
 from ckpt_tools.adapters.base.model import BaseModel
 from ckpt_tools.adapters.ecosystems.loader_report import AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.ecosystems.output import Written, file_name
 from ckpt_tools.adapters.ecosystems.place_modules import Fitting
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.families.family import MERGE_HINT, Module, refuse
+from ckpt_tools.adapters.integrity import NUMBER
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, MLX_FILE
 from ckpt_tools.checkpoint.formats.gguf import ALPHA
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.transfer.arrays import Array
 
 _LAYER = re.compile(r"(?P<list>.*\blayers)\.(?P<number>\d+)\.(?P<key>.+)")
@@ -151,7 +152,8 @@ def load_in_llama_cpp(file: AdapterFile, loading: Loading) -> None:
         if len(sides) < 2:
             raise RejectedError(f"the pair of {stem} is missing one half")
         if weights is not None and stem not in weights:
-            raise RejectedError(f"{stem} does not exist in the base")
+            _judge_foreign(stem, file, loading)
+            continue
         down, up = sides["lora_a"], sides["lora_b"]
         down = down[::-1] if stem == "token_embd.weight" else down
         if len(down) != 2 or len(up) != 2 or down[0] != up[1]:
@@ -167,12 +169,24 @@ def _weights_of(file: AdapterFile, loading: Loading) -> dict[str, tuple[int, ...
     if file.base is None or not config:
         loading.needs_base(file.file, "llama.cpp refuses names, shapes and architectures that are not the base's")
         return None
-    if own != (theirs := architecture_of(config)):
+    try:
+        theirs = architecture_of(config)
+    except UnsupportedError as error:
+        loading.unchecked(file.file, error.what)
+        return None
+    if own != theirs:
         raise RejectedError(f"the adapter is for {own!r}, the base is {theirs!r}")
     weights = {place: file.base[hub] for hub, place, _ in names_of(file.base, config)}
     if config.get("tie_word_embeddings"):
         weights.pop("output.weight", None)
     return weights
+
+
+def _judge_foreign(stem: str, file: AdapterFile, loading: Loading) -> None:
+    """Judge a weight that the base does not have by the map: the map may lack some of llama.cpp's."""
+    if NUMBER.sub("*", stem) in patterns_of(file.base_config):
+        raise RejectedError(f"{stem} does not exist in the base")
+    loading.unchecked(stem, "ckpt's map of llama.cpp's names does not have it, and llama.cpp may")
 
 
 def load_in_mlx(file: AdapterFile, loading: Loading) -> None:
