@@ -268,6 +268,9 @@ def test_types(tmp_path: Path, kind: int) -> None:
 def test_other_quantisations_are_unsupported_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="is Q4_K; ckpt reads adapters in F32, F16, BF16 and Q8_0"):
         api.check_lora(write(tmp_path / "a.gguf", PAIR, kind=12))
+    experts = {f"blk.0.ffn_up_exps.weight.lora_{side}": (2, 4, 4) for side in "ab"}
+    with pytest.raises(UnsupportedError, match="has 3 dims: factors of stacked experts"):
+        api.check_lora(write(tmp_path / "a.gguf", {**PAIR, **experts}))
     with pytest.raises(UnsupportedError, match="a GGUF file of a model, not of an adapter"):
         api.check_lora(write(tmp_path / "a.gguf", PAIR, {**HEAD, "general.type": "model"}))
 
@@ -285,8 +288,31 @@ def test_every_truncation_is_unreadable(tmp_path: Path) -> None:
     cut = tmp_path / "cut.gguf"
     for length in range(0, len(content), 7):
         cut.write_bytes(content[:length])
-        with pytest.raises(UnreadableError):
+        with pytest.raises(UnreadableError, match=r"not a GGUF file|the header does not end|the file is truncated"):
             api.check_lora(cut)
+    cut.write_bytes(content[:-7])
+    with pytest.raises(UnreadableError, match="the file is truncated"):
+        api.export_lora(cut, tmp_path / "out", base=make_base(tmp_path / "base"), dry_run=True)
+
+
+def test_what_no_file_may_hold(tmp_path: Path) -> None:
+    good, file = write(tmp_path / "a.gguf", PAIR).read_bytes(), tmp_path / "b.gguf"
+    first, second = (text(name) for name in PAIR)
+    place = good.index(second) + len(second) + 24  # the offset of the second tensor
+    twice = text("adapter.type") + struct.pack("<I", 8) + text("lora")
+    for content, said in (
+        (good.replace(second, first), "the same name"),
+        (good[:place] + struct.pack("<Q", 0) + good[place + 8 :], "where none can begin"),
+        (good[:place] + struct.pack("<Q", 517) + good[place + 8 :], "where none can begin"),
+        (good.replace(struct.pack("<QQI", HIDDEN, 4, 0), struct.pack("<QQI", 0, 1 << 63, 0)), "impossible shape"),
+        (good.replace(struct.pack("<IQQ", 3, 2, 4), struct.pack("<IQQ", 3, 2, 5)).replace(twice, twice * 2), "twice"),
+        (b"GGUG" + good[4:], "not a GGUF file"),
+        (good.replace(b"GGUF\3", b"GGUF\1"), "of version 1"),
+    ):
+        assert content != good, said
+        file.write_bytes(content)
+        with pytest.raises(UnreadableError, match=said):
+            api.check_lora(file)
 
 
 def test_no_damage_to_the_header_is_a_traceback(tmp_path: Path) -> None:

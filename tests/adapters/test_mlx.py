@@ -101,13 +101,16 @@ def test_verdicts_are_mlxs(tmp_path: Path) -> None:
     without_keys = {name: value for name, value in parameters.items() if name != "keys"}
     assert verdict({"lora_parameters": without_keys}) == ("loads", "")
     assert verdict({"num_layers": LAYERS + 9}) == ("loads", "")
+    untold = good.pop("fine_tune_type")
+    assert verdict({}) == ("loads", "")
+    good["fine_tune_type"] = untold
     name = "model.layers.0.self_attn.q_proj.lora_b"
     keys = [*parameters["keys"], "self_attn.r_proj"]  # type: ignore[misc]
     for config, changed, said in (
         ({"num_layers": 1}, tensors, "num_layers is 1, which leaves out the first 1 layers"),
         ({"num_layers": "all"}, tensors, "must have num_layers"),
-        ({"lora_parameters": {**parameters, "keys": ["self_attn.k_proj"]}}, tensors, "nothing changes"),
-        ({"lora_parameters": {**without_keys, "keys": []}}, tensors, "nothing changes"),
+        ({"lora_parameters": {**parameters, "keys": ["self_attn.k_proj"]}}, tensors, "keys does not name the module"),
+        ({"lora_parameters": {**without_keys, "keys": []}}, tensors, "keys does not name the module"),
         ({"fine_tune_type": "dora"}, tensors, "loads it without m"),
         ({}, {**tensors, "model.layers.0.self_attn.q_proj.m": np.ones(HIDDEN, np.float32)}, "has no m"),
         ({}, {each.replace("0.self_attn.q", "0.self_attn.r"): tensors[each] for each in tensors}, "keys does not name"),
@@ -117,6 +120,7 @@ def test_verdicts_are_mlxs(tmp_path: Path) -> None:
             "the base has no such module|not in it|no module",
         ),
         ({}, {each: tensor for each, tensor in tensors.items() if each != name}, "without"),
+        ({"lora_parameters": {**parameters, "rank": 8}}, tensors, "the rank in adapter_config.json is 8"),
         ({"lora_parameters": {**parameters, "scale": 0}}, tensors, "changes nothing"),
     ):
         found = verdict(config, changed)

@@ -2,7 +2,7 @@
 
 Source: llama.cpp, convert_lora_to_gguf.py and src/llama-adapter.cpp, November 2026: one alpha for all, divided by the
 columns of each lora_b. mlx-lm 0.32, tuner/{utils,lora,dora}.py: one scale and one rank for all, layers counted from the
-last, and `load_weights(strict=False)`, which leaves out what it has no place for.
+last. It refuses tensors that it has no place for (older versions leave them out), and misses none.
 """
 
 from __future__ import annotations
@@ -107,7 +107,9 @@ def to_mlx(adapter: Adapter[Array], base: BaseModel | None) -> Written:
         },
     }
     if base is None:
-        fitting.note("names were not compared with a model: pass --base DIR; mlx-lm skips names that it does not have")
+        fitting.note(
+            "names were not compared with a model: pass --base DIR; mlx-lm refuses names that it does not have"
+        )
     written = fitting.written(MLX_FILE, {n: np.ascontiguousarray(t) for n, t in tensors.items()}, {"format": "mlx"})
     return replace(written, documents={ADAPTER_CONFIG: json.dumps(config, indent=2).encode()})
 
@@ -202,22 +204,25 @@ def load_in_mlx(file: AdapterFile, loading: Loading) -> None:
     keys, is_dora = parameters.get("keys"), file.config.get("fine_tune_type") == "dora"
     depth = file.base_config.get("num_hidden_layers")
     if file.base is None or (last > 0 and not isinstance(depth, int)):
-        loading.needs_base(file.file, "mlx-lm skips names that the model lacks, and counts layers from the last")
+        loading.needs_base(file.file, "mlx-lm refuses names that the model lacks, and counts layers from the last")
     sides: dict[str, set[str]] = defaultdict(set)
-    for name in file.tensors:
+    for name, entry in file.tensors.items():
         path, _, end = name.rpartition(".")
-        hit = _LAYER.fullmatch(path)
+        hit, why = _LAYER.fullmatch(path), ""
         if end not in ("lora_a", "lora_b", *(["m"] * is_dora)):
-            loading.ignored[name] = f"mlx-lm's {'DoRA' if is_dora else 'LoRA'} has no {end}"
+            why = f"{'DoRA' if is_dora else 'LoRA'} has no {end}"
         elif (path if hit is None else hit["key"]) not in (keys or ()) and (keys is not None or hit is None):
-            loading.ignored[name] = "lora_parameters.keys does not name the module"
+            why = "lora_parameters.keys does not name the module"
         elif hit is not None and last > 0 and isinstance(depth, int) and int(hit["number"]) < depth - last:
-            loading.ignored[name] = f"num_layers is {last}, which leaves out the first {depth - last} layers"
+            why = f"num_layers is {last}, which leaves out the first {depth - last} layers"
         elif file.base is not None and f"{path}.weight" not in file.base:
-            loading.ignored[name] = "the base has no such module"
-        else:
-            loading.use(name, path)
-            sides[path].add(end)
+            why = "the base has no such module"
+        elif end != "m" and parameters["rank"] != entry.shape[-1 if end == "lora_a" else 0]:
+            why = f"its shape is {list(entry.shape)}, the rank in {ADAPTER_CONFIG} is {parameters['rank']!r:.20}"
+        if why:
+            raise RejectedError(f"{name} has no place: {why}")
+        loading.use(name, path)
+        sides[path].add(end)
     wanted = {"lora_a", "lora_b", *(["m"] * is_dora)}
     for path, found in sides.items():
         if found != wanted:

@@ -46,15 +46,16 @@ def as_peft(opened: Opened, sidecars: Sidecars) -> tuple[Opened, Sidecars, Conve
     if opened.format is gguf.FORMAT:
         alpha = Sourced(_number(opened.metadata.get(gguf.ALPHA, "0"), gguf.ALPHA), gguf.ALPHA)
         return _renamed(opened, _of_gguf), Sidecars(peft={"lora_alpha": alpha, **sidecars.peft}), "gguf"
-    if "fine_tune_type" not in sidecars.peft or MLX_FILE not in opened.checkpoint.files:
+    fields = sidecars.peft
+    if not fields.keys() & {"fine_tune_type", "lora_parameters"} or MLX_FILE not in opened.checkpoint.files:
         return opened, sidecars, None
-    if sidecars.peft["fine_tune_type"].value not in ("lora", "dora"):
-        what = f"mlx-lm's fine_tune_type {sidecars.peft['fine_tune_type'].value!s:.40} (whole weights, no adapter)"
+    if (kind := fields["fine_tune_type"].value if "fine_tune_type" in fields else "lora") not in ("lora", "dora"):
+        what = f"mlx-lm's fine_tune_type {kind!s:.40} (whole weights, no adapter)"
         raise UnsupportedError(what, where=ADAPTER_CONFIG, hint="fuse it with mlx_lm.fuse")
     ranks = {entry.shape[-1] for entry in opened.checkpoint.tensors if entry.fqn.endswith(".lora_a") and entry.shape}
     if len(ranks) != 1:
         raise UnsupportedError(f"mlx-lm has one rank for all modules, and these have {sorted(ranks)}", where=MLX_FILE)
-    parameters = sidecars.peft["lora_parameters"].value if "lora_parameters" in sidecars.peft else None
+    parameters = fields["lora_parameters"].value if "lora_parameters" in fields else None
     scale = _number(parameters.get("scale") if isinstance(parameters, dict) else None, "lora_parameters.scale")
     found: Sourced[object] = Sourced(scale * ranks.pop(), f"scale in {ADAPTER_CONFIG}, times the rank")
     return _renamed(opened, _of_mlx), Sidecars(peft={"lora_alpha": found}), "mlx"
@@ -73,10 +74,11 @@ def _renamed(opened: Opened, name_of: Callable[[TensorEntry], tuple[str, bool]])
     tensors = []
     for entry in opened.checkpoint.tensors:
         name, is_turned = name_of(entry)
+        if len(entry.shape) > 2:
+            raise UnsupportedError(f"{entry.fqn} has {len(entry.shape)} dims: factors of stacked experts", where=name)
         mosaic = whole(entry.fqn, entry.dtype, entry.shape)
-        if is_turned and len(entry.shape) == 2:
-            mosaic = transpose(mosaic, 0, 1)
-        tensors.append(lay_out(name, mosaic, {entry.fqn: entry}))
+        turned = transpose(mosaic, 0, 1) if is_turned and len(entry.shape) == 2 else mosaic
+        tensors.append(lay_out(name, turned, {entry.fqn: entry}))
     return replace(opened, checkpoint=replace(opened.checkpoint, tensors=tuple(tensors)))
 
 
