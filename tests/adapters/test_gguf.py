@@ -143,6 +143,9 @@ def test_the_way_back_gives_the_same_bytes(tmp_path: Path, kind: str) -> None:
     api.export_lora(adapter, tmp_path / "out", to="gguf", base=base)
     back = api.export_lora(tmp_path / "out" / "lora.gguf", tmp_path / "back", base=base)
     assert back.ok
+    for name in ("adapter_config.json", "config.yaml"):  # of another adapter: llama.cpp reads neither
+        (tmp_path / "out" / name).write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 99, "use_rslora": true}')
+    assert api.export_lora(tmp_path / "out", tmp_path / "again", base=base).config == back.config
     assert back.config["lora_alpha"].value == 8
     one, other = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("adapter", "back"))
     assert one.keys() == other.keys()

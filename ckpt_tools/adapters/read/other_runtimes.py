@@ -43,9 +43,10 @@ def open_adapter(path: str, format: str | None) -> Opened:  # noqa: A002 - the o
 
 def as_peft(opened: Opened, sidecars: Sidecars) -> tuple[Opened, Sidecars, Convention | None]:
     """Return an adapter in PEFT's factors, with what its file says of it, and whose it is; others as they are."""
+    told = Sidecars(stated=sidecars.stated)  # these loaders read no other file, and no other field
     if opened.format is gguf.FORMAT:
         alpha = Sourced(_number(opened.metadata.get(gguf.ALPHA, "0"), gguf.ALPHA), gguf.ALPHA)
-        return _renamed(opened, _of_gguf), Sidecars(peft={"lora_alpha": alpha, **sidecars.peft}), "gguf"
+        return _renamed(opened, _of_gguf), replace(told, peft={"lora_alpha": alpha}), "gguf"
     fields = sidecars.peft
     if not fields.keys() & {"fine_tune_type", "lora_parameters"} or MLX_FILE not in opened.checkpoint.files:
         return opened, sidecars, None
@@ -58,7 +59,7 @@ def as_peft(opened: Opened, sidecars: Sidecars) -> tuple[Opened, Sidecars, Conve
     parameters = fields["lora_parameters"].value if "lora_parameters" in fields else None
     scale = _number(parameters.get("scale") if isinstance(parameters, dict) else None, "lora_parameters.scale")
     found: Sourced[object] = Sourced(scale * ranks.pop(), f"scale in {ADAPTER_CONFIG}, times the rank")
-    return _renamed(opened, _of_mlx), Sidecars(peft={"lora_alpha": found}), "mlx"
+    return _renamed(opened, _of_mlx), replace(told, peft={"lora_alpha": found}), "mlx"
 
 
 def _number(value: object, name: str) -> float:

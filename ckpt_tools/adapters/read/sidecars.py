@@ -280,6 +280,9 @@ def locate(path: str, adapter_name: str | None) -> Location:
     for name in (PEFT_FILE, DIFFUSERS_FILE, MLX_FILE):
         if name in files:
             return Location(path=os.path.join(path, name), sidecars=_companion(path, name))
+    others = [name for name in files if name.endswith(".gguf")]
+    if len(others) == 1 and not any(name.endswith(".safetensors") for name in files):
+        return Location(path=os.path.join(path, others[0]), sidecars=())
     models = sorted(filter(is_model_part, directories))
     if models:
         return Location(path=path, sidecars=_around_dcp(os.path.join(path, models[0])))

@@ -100,7 +100,7 @@ def _read_info(header: _Header) -> _Info:
     if info.kind not in (*_DTYPES, _Q8_0):
         kind = _QUANTISED.get(info.kind, f"of type {info.kind}")
         what = f"tensor {name!r} is {kind}; ckpt reads adapters in F32, F16, BF16 and Q8_0"
-        raise UnsupportedError(what, where=header.where, hint="convert the adapter with --outtype f16")
+        raise UnsupportedError(what, where=header.where, hint="convert the adapter again, as F16")
     return info
 
 
