@@ -278,6 +278,17 @@ def test_other_quantisations_are_unsupported_by_name(tmp_path: Path) -> None:
         api.check_lora(write(tmp_path / "a.gguf", PAIR, {**HEAD, "general.type": "model"}))
 
 
+def test_overwrite_replaces_an_adapter_and_no_model(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base")
+    adapter, _ = make_adapter(tmp_path / "adapter", ATTENTION)
+    for _ in range(2):
+        assert api.export_lora(adapter, tmp_path / "out", to="gguf", base=base, overwrite=True).ok
+    model = write(tmp_path / "out" / "lora.gguf", PAIR, {**HEAD, "general.type": "model"})
+    with pytest.raises(UnsupportedError, match="a GGUF file of a model"):
+        api.export_lora(adapter, tmp_path / "out", to="gguf", base=base, overwrite=True)
+    assert model.exists()
+
+
 def attempt(path: Path) -> None:
     """Read a damaged file: an error of ckpt's, or a result; anything else is a fault."""
     try:
