@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 SAVED: Literal["saved"] = "saved"  # The family of whole tensors, which replace the base's
 TOKENS: Literal["tokens"] = "tokens"  # The family of rows of an embedding, which replace the base's
 FamilyName = str  # How the factors change a weight: the names of the table in `families/`
-Convention = Literal["peft", "diffusers", "kohya", "comfyui", "ai-toolkit", "diffsynth", "trainer"]
+Convention = Literal["peft", "diffusers", "kohya", "comfyui", "ai-toolkit", "diffsynth", "trainer", "gguf", "mlx"]
 """Whose names the tensors had; "trainer" is one that has models of its own (torchtitan, torchtune, Megatron)."""
-Target = Literal["peft", "diffusers", "kohya", "comfyui"]  # Whose names they can get
+Target = Literal["peft", "diffusers", "kohya", "comfyui", "gguf", "mlx"]  # Whose names they can get
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]  # Shapes of factors by their role, or of a model's parameters by their name

@@ -20,6 +20,7 @@ from ckpt_tools.adapters.base.model import BaseModel, adapted_paths, as_named, b
 from ckpt_tools.adapters.base.reading import on_base, read_base
 from ckpt_tools.adapters.ecosystems.diffusers_loader import FOREIGN
 from ckpt_tools.adapters.ecosystems.loader_report import (
+    APART,
     NEEDS_BASE,
     AdapterFile,
     Loader,
@@ -53,6 +54,8 @@ _OWN: Mapping[Convention, tuple[Loader, ...]] = {
     "ai-toolkit": ("comfyui", "diffusers"),
     "diffsynth": ("comfyui", "diffusers"),
     "trainer": ("peft",),
+    "gguf": ("llama.cpp",),
+    "mlx": ("mlx",),
 }
 """Convention → loaders of which one has to take the adapter: kohya's names are ComfyUI's as well, and ai-toolkit writes
 the one's or the other's, by the model."""
@@ -130,7 +133,8 @@ def check_lora(options: CheckOptions) -> LoraCheck:
     path = os.fspath(options.source)
     try:
         with read_adapter(path, adapter_name=options.adapter, format=options.format, as_part=True) as read:
-            read = on_base(read, options.base)  # noqa: PLW2901 - the same adapter
+            if read.adapter.convention != "gguf":  # whose names and shapes llama.cpp's own rules compare
+                read = on_base(read, options.base)  # noqa: PLW2901 - the same adapter
             facts = None if options.base is None else _base_for(read.adapter, read_base(options.base))
             family = None if facts is None else facts.family
             found = (architecture,) if architecture else choose_families(read.adapter, base=family)
@@ -175,7 +179,7 @@ def _check(
     family = families[0] if len(families) == 1 else None
     if base is None:
         run.not_checked.append("the modules' names and shapes in the base model (--base)")
-    else:
+    elif adapter.convention != "gguf":
         found, not_checked = check_against(adapter, base, family)
         run.findings += found
         run.not_checked += not_checked
@@ -190,7 +194,7 @@ def _check(
         _say_training(adapter, path, wanted, run)
     else:
         judges = wanted or _own_loaders(adapter.convention, file, is_of_pictures={*families} - {"llm"} != set())
-        others = () if wanted else tuple(loader for loader in LOADERS if loader not in judges)
+        others = () if wanted or judges[0] in APART else tuple(x for x in LOADERS if x not in (*judges, *APART))
         reports = tuple(simulate(file, loader, families) for loader in (*judges, *others))
         _judge(reports[: len(judges)], run, needs_all=bool(wanted), has_base=base is not None)
     ranks = Counter(module.rank.value for module in adapter.modules if module.rank is not None)
@@ -235,7 +239,7 @@ def _check_tensors(read: OpenedAdapter) -> Iterator[Finding]:
 
 def _say_training(adapter: Adapter[TensorEntry], path: str, wanted: Sequence[Loader], run: _CheckRun) -> None:
     what = "no loader reads a training checkpoint: export the adapter first"
-    hint = "ckpt export-lora SRC DST --to " + (next((x for x in wanted if x != "vllm"), "peft"))
+    hint = "ckpt export-lora SRC DST --to " + (next((APART.get(x, x) for x in wanted if x != "vllm"), "peft"))
     if adapter.convention == "trainer":  # whose rows have another order
         hint += " --base DIR"
     if wanted:
@@ -288,6 +292,8 @@ def _file(read: OpenedAdapter, path: str, family: ModelFamily | None, base: Base
 
 def _own_loaders(convention: Convention, file: AdapterFile, *, is_of_pictures: bool) -> tuple[Loader, ...]:
     """Return the loaders of an adapter's own format, by what stands beside its tensors and by their names."""
+    if convention in APART.values():
+        return _OWN[convention]
     if file.config is not None:
         return ("peft",)
     if file.file == sidecars.DIFFUSERS_FILE or sidecars.DIFFUSERS_KEY in file.metadata:
@@ -430,14 +436,18 @@ LOADERS: Mapping[Loader, str] = {
     "comfyui": "loaders:load_in_comfyui",
     "kohya": "loaders:load_in_kohya",
     "vllm": "loaders:load_in_vllm",
+    "llama.cpp": "gguf_mlx:load_in_llama_cpp",
+    "mlx": "gguf_mlx:load_in_mlx",
 }
 """Loader → its rules: they fill in a `Loading`, and raise `RejectedError` where the loader raises."""
 
 
-def _rules_of(loader: Loader) -> Callable[[AdapterFile, Loading], None]:
-    file, _, name = LOADERS[loader].partition(":")
+def _rules_of(loader: Loader, name: str) -> Callable[[AdapterFile, Loading], None]:
+    if loader != "llama.cpp" and name.endswith(".gguf"):
+        raise RejectedError("it does not read GGUF")
+    file, _, rules = LOADERS[loader].partition(":")
     module = import_module(f"ckpt_tools.adapters.ecosystems.{file}")
-    found: Callable[[AdapterFile, Loading], None] = getattr(module, name)
+    found: Callable[[AdapterFile, Loading], None] = getattr(module, rules)
     return found
 
 
@@ -464,7 +474,7 @@ def simulate(file: AdapterFile, loader: Loader, families: Sequence[ModelFamily] 
 
 def _simulate(file: AdapterFile, loader: Loader) -> LoaderReport:
     loading = Loading()
-    target = "peft" if loader == "vllm" or file.architecture == "llm" else loader
+    target = APART.get(loader) or ("peft" if loader == "vllm" or file.architecture == "llm" else loader)
     hint = f"ckpt export-lora SRC DST --to {target}"
     if loader == "vllm":
         hint += "; to use what vLLM does not support, merge it into the base: ckpt merge-lora"
@@ -474,7 +484,7 @@ def _simulate(file: AdapterFile, loader: Loader) -> LoaderReport:
         if _is_unknown(file, loader):
             loading.unchecked(file.file, f"how {loader} names the modules of {file.architecture} is not known to ckpt")
         else:
-            _rules_of(loader)(file, loading)
+            _rules_of(loader, file.file)(file, loading)
         factor = factor_of(file, loader, loading)
     except RejectedError as error:
         loads = False

@@ -167,9 +167,10 @@ def write_adapter(options: ExportOptions, read: OpenedAdapter, reader: TensorRea
     run.findings += settings.findings_of(run.assumed, strict=options.strict)
     if (doubt := rules.doubt_about(whole)) is not None:
         run.notes.append(doubt)
-    if options.to == "peft":
+    has_model_names = options.to in ("peft", "gguf", "mlx")
+    if has_model_names:
         whole = _on_its_model(run, whole)
-    run.findings += check_structure(whole, base=model.shapes if model and options.to == "peft" else None, repairs=True)
+    run.findings += check_structure(whole, base=model.shapes if model and has_model_names else None, repairs=True)
     if run.has_error:
         return _export(run, _NOTHING, {})
     output, known = _for_peft(run, whole) if options.to == "peft" else _for_others(run, whole, ecosystem)
@@ -249,7 +250,7 @@ def _item(run: _ExportRun, name: str, factor: Factor, shape: tuple[int, ...]) ->
 # For the others: names by tables, and arithmetic
 
 
-def _for_others(run: _ExportRun, adapter: Adapter[TensorEntry], to: Target) -> tuple[Output, Fields]:
+def _for_others(run: _ExportRun, adapter: Adapter[Factor], to: Target) -> tuple[Output, Fields]:
     rules.refuse_variants(adapter)
     rules.refuse_carried(adapter, "written for libraries other than PEFT", "--to peft")
     loaded = _loaded(run, adapter)
@@ -269,8 +270,8 @@ def _for_others(run: _ExportRun, adapter: Adapter[TensorEntry], to: Target) -> t
     run.notes += written.notes
     run.notes += to_target.error_notes(written.errors)
     items = [_item(run, name, tensor, tuple(tensor.shape)) for name, tensor in written.tensors.items()]
-    output = Output(file=written.file, items=items, metadata=written.metadata, documents={})
-    return output if to == "diffusers" else with_training(output, run.read.opened.metadata), known
+    output = Output(file=written.file, items=items, metadata=written.metadata, documents=written.documents)
+    return with_training(output, run.read.opened.metadata) if to in ("kohya", "comfyui") else output, known
 
 
 @contextmanager

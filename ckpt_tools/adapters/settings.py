@@ -23,6 +23,7 @@ _UNIT_SCALE: Mapping[Convention, str] = {
     "ai-toolkit": "ai-toolkit's convention: alpha = rank where none is written",
     "diffsynth": "DiffSynth-Studio's convention: its trainer sets alpha to the rank",
     "comfyui": "ComfyUI's convention: scale 1 where no alpha is written",
+    "gguf": "llama.cpp's rule: scale 1 where alpha is 0 or not written",
     "kohya": "kohya's convention: scale 1 where no alpha is written",
 }
 """Whose loaders take a missing alpha for a scale of 1. PEFT's do not: they take 8."""

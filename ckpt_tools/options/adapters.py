@@ -41,7 +41,7 @@ class ExportOptions:
         Argument("Source of the adapter: a training checkpoint (DCP), a PEFT directory, a safetensors file.", "SRC"),
     ] = field(kw_only=False)
     destination: common.Destination = field(kw_only=False)
-    to: Annotated[str, Option("Format to write.", metavar="peft|diffusers|kohya|comfyui")] = "peft"
+    to: Annotated[str, Option("Format to write.", metavar="peft|diffusers|kohya|comfyui|gguf|mlx")] = "peft"
     alpha: Alpha = None
     base_model: Annotated[str | None, Option("Hub id of the base model.", metavar="ORG/NAME")] = None
     base: Base = None
@@ -79,7 +79,7 @@ class CheckOptions:
         Option(
             "Loader that must accept the whole adapter (repeatable; default: that of the adapter's own format).",
             name="--for",
-            metavar="peft|diffusers|comfyui|kohya|vllm",
+            metavar="peft|diffusers|comfyui|kohya|vllm|llama.cpp|mlx",
         ),
     ] = ()
     adapter: AdapterName = None

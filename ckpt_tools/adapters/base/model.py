@@ -75,6 +75,9 @@ def refuse_trainers_names(adapter: Adapter[F], *, is_proven: bool) -> None:
 
     `is_proven`: they are matched with a base that the user names.
     """
+    if adapter.convention == "gguf":
+        what = "the modules have llama.cpp's names, and the base's config.json tells the order of their rows"
+        raise UsageError(what, where=adapter.modules[0].path, hint="give the base model: --base DIR")
     if adapter.convention == "trainer":
         raise UsageError(
             "the adapter has the module names of its trainer's own model (torchtitan, torchtune, Megatron), where rows "

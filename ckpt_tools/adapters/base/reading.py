@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from ckpt_tools.adapters.adapter import SAVED, TOKENS, Adapter, AdapterModule, Sourced
 from ckpt_tools.adapters.architectures.choose import model_family_of
+from ckpt_tools.adapters.base import gguf_names
 from ckpt_tools.adapters.base.model import BaseModel, adapted_paths, as_named, live_tensors, without_predictors
 from ckpt_tools.adapters.base.slots import some, stacked_experts
 from ckpt_tools.adapters.base.tied import HEAD, tied_embeddings
@@ -47,7 +48,7 @@ def read_base(path: str | os.PathLike[str]) -> BaseModel:
 
 def on_base(read: OpenedAdapter, base: str | os.PathLike[str] | None) -> OpenedAdapter:
     """Return an adapter of a trainer's own model under the names of the base's; errors as `in_hub_names`."""
-    if base is None or read.adapter.convention != "trainer":
+    if base is None or read.adapter.convention not in _OWN_NAMES:
         return read
     with open_path(os.fspath(base)) as opened:
         return in_hub_names(read, base_config(opened))
@@ -195,6 +196,7 @@ def _is_same(one: TensorEntry, other: TensorEntry, own: TensorReader, theirs: Te
 # Source: torchtitan 0.3.0 `components/lora.py`; torchtune 0.6.1 `modules/peft/`; Megatron-Bridge 0.3.1 `peft/`.
 
 _Config = Mapping[str, object]
+_OWN_NAMES = ("trainer", "gguf")  # Conventions whose modules are not called as the hub's
 _Module = AdapterModule[TensorEntry]
 _PARTS = {"adapter_q": 0, "adapter_k": 1, "adapter_v": 2, "adapter_gate": 0, "adapter_up": 1}
 """Adapter of a part of a fused weight (Megatron-Bridge's CanonicalLoRA) → which part it is."""
@@ -208,16 +210,19 @@ def in_hub_names(read: OpenedAdapter, config: _Config) -> OpenedAdapter:
     `config` is the base's config.json. The factors become views of the same bytes.
     """
     adapter = read.adapter
-    if adapter.convention != "trainer":
+    if adapter.convention not in _OWN_NAMES:
         return read
     for module in adapter.modules:
-        if not {"A", "B"} <= module.factors.keys():
+        if not {"A", "B"} <= module.factors.keys() and "A_embedding" not in module.factors:
             there = ", ".join(module.factors)
             raise UsageError(f"{module.path} has only {there}; a LoRA needs A and B", where=module.path)
     classes = config.get("architectures") or [config.get("_class_name")]
     name = str(classes[0]) if isinstance(classes, list) else ""
     weights = {f"{module.path.partition('.adapter')[0]}.weight" for module in adapter.modules}
-    known = conventions_of(weights, name, config)
+    if adapter.convention == "gguf":
+        known, config = gguf_names.of_adapter(read.opened.metadata, config)
+    else:
+        known = conventions_of(weights, name, config)
     if not known:
         kind = config.get("model_type") or name
         what = f"the names are the trainer's own, and ckpt cannot map them to a base of type {kind}"
@@ -232,6 +237,9 @@ def in_hub_names(read: OpenedAdapter, config: _Config) -> OpenedAdapter:
 
 def _converted(read: OpenedAdapter, known: tuple[Convention, ...], config: _Config) -> Iterator[_Module]:
     for module in read.adapter.modules:
+        if "A_embedding" in module.factors:  # of GGUF, whose rows keep their order
+            yield module
+            continue
         path, _, part = module.path.partition(".adapter")
         raw = {role: read.opened.resolve(factor) for role, factor in module.factors.items()}
         down, *others = (whole(role, raw[role].dtype, raw[role].shape) for role in sorted(raw))

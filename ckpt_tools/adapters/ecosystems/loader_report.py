@@ -12,7 +12,9 @@ from ckpt_tools.adapters.architectures.architecture import ModelFamily
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG
 from ckpt_tools.checkpoint.entries import Finding, Severity, TensorEntry
 
-Loader = Literal["peft", "diffusers", "comfyui", "kohya", "vllm"]
+Loader = Literal["peft", "diffusers", "comfyui", "kohya", "vllm", "llama.cpp", "mlx"]
+APART: Mapping[str, str] = {"llama.cpp": "gguf", "mlx": "mlx"}
+"""Loaders that read files of one format, which no other loader reads → what the format is called."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from ckpt_tools.adapters.families.family import Module
 from ckpt_tools.adapters.read.sidecars import DIFFUSERS_TRAPS
 from ckpt_tools.checkpoint.dtypes import DType
 from ckpt_tools.checkpoint.entries import TensorEntry
+from ckpt_tools.checkpoint.formats import gguf
 from ckpt_tools.checkpoint.formats.digest import digest_block
 from ckpt_tools.checkpoint.formats.opening import read_file
 from ckpt_tools.checkpoint.formats.safetensors import build_header, data_order
@@ -40,6 +41,7 @@ class Written:
     file: str
     tensors: Mapping[str, Array]  # Name → tensor, row-major; some may be the adapter's own arrays, or share memory
     metadata: Mapping[str, str]
+    documents: Mapping[str, bytes] = field(default_factory=dict)  # Other files: name → content
     notes: tuple[str, ...] = ()
     errors: Mapping[str, float] = field(default_factory=dict)
     """Module → largest error of what was written for it, relative to the largest element; exact modules are not in."""
@@ -99,17 +101,24 @@ class Output:
     metadata: Mapping[str, str]
     documents: Mapping[str, bytes]
 
-    def head(self) -> tuple[bytes, dict[str, int]]:
-        """Return the header, and where every tensor begins in the file."""
+    @property
+    def is_gguf(self) -> bool:
+        """Is the file for llama.cpp?"""
+        return self.file.endswith(gguf.FORMAT.suffix)
+
+    def head(self) -> tuple[bytes, dict[str, int], int]:
+        """Return the header, where every tensor begins in the file, and the file's size."""
         ordered = data_order([item.entry for item in self.items])
-        head, starts = build_header(ordered, metadata=self.metadata)
-        return head, {entry.fqn: start for entry, start in zip(ordered, starts, strict=True)}
+        if self.is_gguf:
+            head, starts, nbytes = gguf.build_gguf(ordered, self.metadata)
+        else:
+            head, starts = build_header(ordered, metadata=self.metadata)
+            nbytes = len(head) + sum(entry.nbytes for entry in ordered)
+        return head, {entry.fqn: start for entry, start in zip(ordered, starts, strict=True)}, nbytes
 
     def sizes(self) -> tuple[tuple[str, int], ...]:
         """Return (name, bytes) of every file."""
-        head, _ = self.head()
-        nbytes = len(head) + sum(item.entry.nbytes for item in self.items)
-        return (self.file, nbytes), *((name, len(content)) for name, content in self.documents.items())
+        return (self.file, self.head()[2]), *((name, len(content)) for name, content in self.documents.items())
 
 
 @contextmanager
@@ -133,8 +142,7 @@ def write(output: Output, staging: Staging, *, see: Callable[[Item, memoryview],
 
     Memory: the largest tensor, twice when it is cast.
     """
-    head, starts = output.head()
-    nbytes = dict(output.sizes())[output.file]
+    head, starts, nbytes = output.head()
     staging.create(output.file, nbytes)
     staging.write(output.file, 0, [head])
     digests = {}
@@ -150,8 +158,12 @@ def write(output: Output, staging: Staging, *, see: Callable[[Item, memoryview],
 
 def _read_back(output: Output, directory: str, digests: Mapping[str, bytes]) -> None:
     with LocalSource(directory) as source:
-        written = read_file(source, output.file)
-        found = {entry.fqn: entry for entry in written.header.tensors}
+        if output.is_gguf:
+            written = gguf.FORMAT.open(source, {output.file: source.size(output.file)}, path=output.file)
+            tensors = written.checkpoint.tensors
+        else:
+            tensors = read_file(source, output.file).header.tensors
+        found = {entry.fqn: entry for entry in tensors}
         for item in output.items:
             entry = found.pop(item.name, None)
             same = entry is not None and (entry.dtype, entry.shape) == (item.dtype, item.shape)

@@ -220,19 +220,19 @@ class Fitting:
         self._add_error(module.path, found.error)
         return found.module
 
-    def baked(self, module: Module) -> Module:
-        """Return a lora with its scale multiplied into B, so that alpha is its rank.
+    def baked(self, module: Module, wanted: float = 1.0) -> Module:
+        """Return a lora of the wanted scale, with the rest multiplied into B.
 
-        Ecosystems without an alpha take it for the rank. A scale that is no power of two would be rounded in 16 bits:
-        such a B becomes float32.
+        Ecosystems without an alpha take it for the rank; others have one for all modules. A factor that is no power of
+        two would be rounded in 16 bits: such a B becomes float32.
         """
-        scale, factors = family_of(module).scale(module), dict(module.factors)
+        scale, factors = family_of(module).scale(module) / wanted, dict(module.factors)
         if scale != 1.0:
             for role in ("B", "B_bias"):
                 if role in factors:
                     factors[role] = self._times(module, role, scale)
             self.count("alpha/r multiplied into B")
-        return with_scale(module, factors, 1.0)
+        return with_scale(module, factors, wanted)
 
     def baked_lokr(self, module: Module) -> Module:
         """Return a LoKr with its scale multiplied into the first factor."""

@@ -76,7 +76,7 @@ def through_diffusers(
 
 def as_loras(loaded: Adapter[Array], notes: list[str], svd_rank: int | None, base: Shapes) -> Adapter[Array]:
     """Return the adapter with every module as a LoRA; refuse to approximate unless a rank for that is given."""
-    from ckpt_tools.adapters.families.equivalents import as_lora
+    from ckpt_tools.adapters.families.equivalents import AS_IT_IS, as_lora
 
     modules = []
     hows: Counter[str] = Counter()
@@ -96,7 +96,9 @@ def as_loras(loaded: Adapter[Array], notes: list[str], svd_rank: int | None, bas
         hows[result.how] += 1
         errors[module.path] = result.error
         modules.append(result.module)
-    notes += [f"{count} modules: {how}" for how, count in hows.items()]
+    notes += [
+        f"{count} modules: {how}" for how, count in hows.items() if count < len(loaded.modules) or how != AS_IT_IS
+    ]
     notes += error_notes(errors)
     settings = {name: value for name, value in loaded.settings.items() if name in _KEPT}
     return replace(loaded.with_modules(modules), settings=settings)
@@ -152,6 +154,11 @@ def write_names(
     notes: list[str],
 ) -> Written:
     """Return what is to be written for diffusers, kohya or ComfyUI; what was done to it is added to `notes`."""
+    if to in ("gguf", "mlx"):
+        from ckpt_tools.adapters.ecosystems import gguf_mlx
+
+        loras = as_loras(loaded, notes, svd_rank, base.shapes if base is not None else {})
+        return gguf_mlx.to_gguf(loras, base) if to == "gguf" else gguf_mlx.to_mlx(loras, base)
     family = None if base is None else base.family
     if family is not None and architecture is not None and architecture != family.name:
         _contradict(architecture, family, notes)

@@ -31,11 +31,12 @@ from ckpt_tools.adapters.read.assemble import (
     refused_kind,
     without_wrappers,
 )
+from ckpt_tools.adapters.read.other_runtimes import as_peft, open_adapter
 from ckpt_tools.adapters.read.sidecars import MODEL_FAMILY, PEFT_FILE, Sidecars, locate, of_adapter, read_sidecars
 from ckpt_tools.adapters.settings import add_settings
 from ckpt_tools.checkpoint.entries import Checkpoint, TensorEntry
 from ckpt_tools.checkpoint.formats.blob_contents import check_sealed, revealed
-from ckpt_tools.checkpoint.formats.opening import Opened, open_path, refuse_part
+from ckpt_tools.checkpoint.formats.opening import Opened, refuse_part
 from ckpt_tools.checkpoint.formats.step import open_optimizer, refuse_mixed
 from ckpt_tools.checkpoint.transform import find_model, is_optimizer, select, strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
@@ -87,7 +88,7 @@ def read_adapter(
     before those of files. Raise UnknownTypeError for a kind that is not supported.
     """
     location = locate(path, adapter_name)
-    with open_path(location.path, format=format, as_part=True) as whole:
+    with open_adapter(location.path, format) as whole:
         identity = whole.identity
         if identity.whole == "part" and not (
             as_part or identity.hollow or identity.chosen
@@ -104,16 +105,18 @@ def read_adapter(
             )
         opened = replace(whole, checkpoint=select(whole.checkpoint, include=include, exclude=exclude))
         check_sealed(opened)
-        named = _name(opened, path)
+        described, sidecars, own = as_peft(opened, location.sidecars)
+        named = _name(described, path)
         chosen, name, is_one_of = _choose(named, None if location.took_adapter else adapter_name, path)
-        places = of_adapter(location.sidecars, name, is_one_of_several=is_one_of)
-        sidecars = read_sidecars(places, opened.metadata, is_training=opened.format.is_training)
+        if sidecars is None:
+            places = of_adapter(location.sidecars, name, is_one_of_several=is_one_of)
+            sidecars = read_sidecars(places, opened.metadata, is_training=opened.format.is_training)
         stated = {**sidecars.stated, **_told_by_names(named)}
         sidecars = replace(sidecars, peft={**sidecars.peft, **(settings or {})}, stated=stated)
         _refuse_type(sidecars, path)
         adapter = assemble(
             chosen,
-            convention=_convention(chosen, sidecars, is_alone=_is_alone(opened)),
+            convention=own or _convention(chosen, sidecars, is_alone=_is_alone(opened)),
             is_training=opened.format.is_training,
             trained=_trained(opened),
             bias=sidecars.peft["bias"].value if "bias" in sidecars.peft else None,

@@ -260,6 +260,7 @@ def matches(pattern: str, text: str, *, shown: str, where: str, full: bool = Fal
 
 PEFT_FILE = "adapter_model.safetensors"
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
+MLX_FILE = "adapters.safetensors"
 DIFFUSERS_TRAPS = ("scheduler", "optimizer", "checkpoint")
 """diffusers overlooks a file with one of these in its name, and fails when no other is there."""
 _VERL_RANK = re.compile(r"model_world_size_\d+_rank_\d+\.pt")
@@ -288,9 +289,12 @@ def locate(path: str, adapter_name: str | None) -> Location:
     if adapter_name in held:  # PEFT puts each into a directory of its own, and "default" beside these
         chosen = os.path.join(path, str(adapter_name))
         return Location(path=os.path.join(chosen, PEFT_FILE), sidecars=_companion(chosen, PEFT_FILE), took_adapter=True)
-    for name in (PEFT_FILE, DIFFUSERS_FILE):
+    for name in (PEFT_FILE, DIFFUSERS_FILE, MLX_FILE):
         if name in files:
             return Location(path=os.path.join(path, name), sidecars=_companion(path, name))
+    others = [name for name in files if name.endswith(".gguf")]
+    if len(others) == 1 and not any(name.endswith(".safetensors") for name in files):
+        return Location(path=os.path.join(path, others[0]), sidecars=())
     models = sorted(filter(is_model_part, directories))
     if models:
         return Location(path=path, sidecars=_around_dcp(os.path.join(path, models[0])))

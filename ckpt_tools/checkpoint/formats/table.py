@@ -58,7 +58,12 @@ def check_replaceable(destination: str) -> None:
     if is_remote(destination) or not os.path.isdir(destination) or not os.listdir(destination):
         return
     with LocalSource(destination) as source:
-        if detect_format(source.list_files(), is_file=False) is None:
+        files = source.list_files()
+        if len(files) == 1 and all(name.endswith(".gguf") for name in files):
+            from ckpt_tools.checkpoint.formats import gguf
+
+            gguf.FORMAT.open(source, files, path=destination)  # an adapter, or it raises
+        elif detect_format(files, is_file=False) is None:
             raise UsageError(
                 "--overwrite only replaces checkpoints; this directory is not one",
                 where=destination,
