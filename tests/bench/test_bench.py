@@ -93,6 +93,7 @@ def test_generate_directory_is_an_indexed_safetensors_checkpoint_of_about_the_si
 
 
 @pytest.mark.full
+@pytest.mark.zoo
 def test_bench_small_run_prints_every_job_and_leaves_nothing(tmp_path: Path) -> None:
     options = "--size 2MB --hidden 64 --files 2 --ranks 4 --repeats 1 --no-peers --json"
     command = [sys.executable, str(HERE / "run.py"), *options.split(), "--workdir", str(tmp_path)]
