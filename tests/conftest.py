@@ -25,7 +25,8 @@ for _name in [name for name in os.environ if name.startswith("CKPT_") or name ==
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-settings.register_profile("all", deadline=None, derandomize=bool(os.environ.get("CI")))
+settings.register_profile("zoo", deadline=None, derandomize=bool(os.environ.get("CI")))
+settings.register_profile("all", settings.get_profile("zoo"), max_examples=50)
 settings.register_profile("quick", settings.get_profile("all"), max_examples=25)
 
 # multiprocessing starts these once and keeps them until the interpreter ends.
@@ -54,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    settings.load_profile("quick" if config.getoption("quick") else "all")
+    settings.load_profile("quick" if config.getoption("quick") else "zoo" if config.getoption("zoo") else "all")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

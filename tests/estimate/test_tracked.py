@@ -41,6 +41,7 @@ def real():
     return dict(zip(JOBS, (max(of_ranks) for of_ranks in zip(*ranks, strict=True)), strict=True))
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize("name", JOBS)
 def test_tracked_peak_against_real_ranks_is_within_ten_percent(predicted, real, name):
     memory = predicted[name]
