@@ -124,9 +124,9 @@ def _mark_zoo(items: list[pytest.Item]) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is not quick, if asked; skip, with the reason, what cannot run here or is not asked for."""
+    _mark_zoo(items)
     if config.getoption("quick"):
         _leave_out_full(config, items)
-    _mark_zoo(items)
     is_asked_for = "root" in (config.getoption("markexpr") or "")
     needs = (
         ("root", lambda: is_asked_for, "mounts file systems: bin/test -m root"),
