@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from ckpt_tools.checkpoint.entries import Finding, TensorEntry
-from ckpt_tools.checkpoint.globs import Names, find_named
+from ckpt_tools.checkpoint.globs import NameIndex, Names, find_named
 from ckpt_tools.checkpoint.layout import Box
 from ckpt_tools.checks.sibling_tensors import gathered
 from ckpt_tools.checks.values import place_of
@@ -168,7 +168,8 @@ def check_updates(
 
     Without `frozen` nobody says what should have changed: what did not is only told.
     """
-    chosen = set().union(*(find_named(f"--frozen {glob}", glob, names) for glob in frozen))
+    index = NameIndex(names)
+    chosen = set().union(*(find_named(f"--frozen {glob}", glob, index) for glob in frozen))
     held = [fqn for fqn in updates if fqn in chosen]
     changed = {fqn: _describe(updates[fqn]) for fqn in held if updates[fqn].num_changed}
     hint = "was it left out of the frozen parameters, or did the optimizer's weight decay reach it?"
