@@ -31,7 +31,8 @@ def config_that_breaks(row: Mapping[str, str]) -> Subject:
         if name == "@engine":
             spec["engine"] = words.split("|")[0] if sign == "=" else "fsdp1"
         elif name[1:] in ParallelSpec.__slots__ and name[0] == "@":
-            spec[name[1:]] = int(words) if words else None
+            word = words.split("|")[0]
+            spec[name[1:]] = int(word) if word.isdecimal() else word or None
         elif name[0] == "@":
             spec["axes"][name[1:]] = int(words) + (sign == ">")
         elif sign in ("", "?"):

@@ -207,22 +207,6 @@ def loading_needs_sync(case: Subject) -> Iterator[Violation]:
 
 # CKPT09x: what only one framework does.
 
-_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "1", "2", "3", "4", "5")
-
-
-@error_rule(
-    "CKPT090 (trainer, axolotl): reshard_after_forward is not a strategy's name under FSDP1",
-    why="Trainer passes it to FSDP1 as the name of a sharding strategy, and true raises a KeyError",
-    fix="full_shard or shard_grad_op, or FSDP2",
-)
-def strategy_name(case: Subject) -> Iterator[Violation]:
-    """Source: `transformers/training_args.py:_process_fsdp_args`, `FullyShardedDataParallelPlugin.__post_init__`."""
-    found = case.fsdp_option("reshard_after_forward")
-    if found is not None and case.spec.engine == "fsdp1" and found.text.upper() not in _STRATEGIES:
-        name = "shard_grad_op" if found.is_off else "full_shard"
-        fix = "fsdp_version: 2" if case.framework == "axolotl" else f"{found.key}: {name}, or fsdp_config.version: 2"
-        yield Violation(found.key, f"{found} under FSDP1, which needs the name of a strategy", fix)
-
 
 @warning_rule(
     "CKPT091 (trainer): `fsdp` as text",

@@ -102,33 +102,14 @@ def needs_fsdp2(case: Subject) -> Iterator[Violation]:
 )
 def something_to_shard_over(case: Subject) -> Iterator[Violation]:
     """Source: `accelerate/parallelism_config.py:_validate_accelerator`."""
-    if parallelism_sizes(case) is None or not case.is_fsdp2 or case.spec.world_size == 1 or _is_ddp_with_model(case):
+    if parallelism_sizes(case) is None or not case.is_fsdp2 or case.spec.world_size == 1:
         return
-    if case.axis("dp_shard") == 1 and case.axis("cp") == 1:
+    is_ddp_with_tp = case.axis("dp_replicate") > 1 and case.axis("tp") > 1  # CKPT006 has it
+    if case.axis("dp_shard") == 1 and case.axis("cp") == 1 and not is_ddp_with_tp:
         sizes = ", ".join(f"{axis}={case.axis(axis)}" for axis in ("dp_replicate", "dp_shard", "cp", "tp"))
         key = case.key("axes.dp_shard", "parallelism_config")
         what = f"FSDP2 with {sizes}: dp_shard or cp must be greater than 1"
         yield Violation(key, what, "dp_shard_size: the ranks that are left, or a smaller tp_size")
-
-
-def _is_ddp_with_model(case: Subject) -> bool:
-    return (case.axis("tp") > 1 or case.axis("cp") > 1) and case.axis("dp_replicate") > 1 and case.axis("dp_shard") == 1
-
-
-@error_rule(
-    "CKPT006 (accelerate, trainer, axolotl): tensor or context parallelism over replicas that are not sharded",
-    why="accelerate has no DDP with TP or CP: dp_replicate > 1 needs dp_shard > 1 beside tp or cp",
-    fix="shard instead of replicating (dp_replicate 1, dp_shard > 1), or do both",
-)
-def ddp_with_model_axes(case: Subject) -> Iterator[Violation]:
-    """Source: accelerate `ParallelismConfig.__post_init__`, axolotl `_get_parallel_config_kwargs`."""
-    if case.framework == "axolotl" and case.count("dp_replicate_size") <= 1:
-        return
-    if _is_ddp_with_model(case):
-        replicas = case.axis("dp_replicate")
-        axis = "tp" if case.axis("tp") > 1 else "cp"
-        what = f"dp_replicate={replicas} and {axis}={case.axis(axis)} with dp_shard=1"
-        yield case.on_axis("dp_replicate", what, f"1 and {case.axis_key('dp_shard')}: {replicas}")
 
 
 @warning_rule(

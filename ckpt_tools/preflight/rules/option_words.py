@@ -240,7 +240,7 @@ def _violation(case: Subject, row: Mapping[str, str]) -> Violation:
     """Make the violation of a row: its first option that is there is named, and shown with its value."""
     names = [options_of(one) for one in row["conditions"].split()]
     there = [found for found in (option_in(case, one) for one in names) if found is not None and found.key]
-    key = there[0].key if there else names[0][0]
+    key = there[0].key if there else case.key(names[0][0][1:]) if names[0][0][0] == "@" else names[0][0]
     values = ", ".join(dict.fromkeys(f"{one.key}: {_brief(one)}" for one in there))
     return Violation(key, f"{row['what']} ({values})" if values else row["what"], row["fix"].replace("{key}", key))
 

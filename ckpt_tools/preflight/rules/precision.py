@@ -31,19 +31,6 @@ def reduce_width(case: Subject) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT053 (torchtitan, verl): no f32 copy of the weights that are trained",
-    why="An update smaller than the spacing of 16-bit numbers is rounded away: training stalls at small learning rates",
-    fix="use f32 weights with bf16 computation",
-)
-def master_weights(case: Subject) -> Iterator[Violation]:
-    """Source: torchtitan `config/configs.py:TrainingConfig.dtype`, verl `FSDPEngineConfig.model_dtype`."""
-    if case.spec.master_dtype in ("bf16", "f16") and case.spec.adapter is None:
-        key = case.key("master_dtype")
-        what = f"weights and optimizer state are only in {case.spec.master_dtype}"
-        yield Violation(key, what, f"{key}: {'float32' if case.framework == 'torchtitan' else 'fp32'}")
-
-
-@warning_rule(
     "CKPT054 (axolotl, ai-toolkit, verl, torchtitan): two options name different dtypes for the same thing",
     why="One of them takes effect, and it may not be the intended one",
     fix="use the same dtype in both",
