@@ -210,10 +210,11 @@ def _letters(word: str) -> str:
 
 def _check_of(rule: str) -> Check:
     """Return the check of a rule whose violations are rows of `pairs.tsv`."""
+    rows = [row for row in rows_of("pairs.tsv") if row["rule"] == rule]
 
     def check(case: Subject) -> Iterator[Violation]:
-        for row in rows_of("pairs.tsv"):
-            if row["rule"] == rule and row["framework"] in (case.framework, case.config.framework):
+        for row in rows:
+            if row["framework"] in (case.framework, case.config.framework):
                 with suppress(NotKnownError):
                     if holds(case, row["conditions"]):
                         yield _violation(case, row)
