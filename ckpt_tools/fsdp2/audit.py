@@ -80,6 +80,7 @@ def audit(
             _check_mesh(groups),
             _check_unmanaged(model, groups),
             _check_placements(groups, plan),
+            _check_renormed(groups),
         ]
     if reached >= PHASES.index("loaded"):
         checks += [
@@ -163,6 +164,17 @@ def _check_unmanaged(model: nn.Module, groups: tuple[FsdpGroup, ...]) -> Iterato
         if parameter.requires_grad and parameter.numel() and id(parameter) not in managed:
             kind = "DTensor outside of every group" if isinstance(parameter, DTensor) else "plain tensor"
             yield build_finding("unmanaged", fqn, f"a trainable {kind}: its gradient is not averaged over ranks")
+
+
+def _check_renormed(groups: tuple[FsdpGroup, ...]) -> Iterator[Finding]:
+    for param in _params(groups):
+        limit = getattr(param.module, "max_norm", None)
+        if (
+            limit is not None
+            and param.sharded.requires_grad
+            and isinstance(param.module, nn.Embedding | nn.EmbeddingBag)
+        ):
+            yield build_finding("lost-write", param.fqn, f"max_norm={limit:g} limits what is gathered, not the shards")
 
 
 def _params(groups: tuple[FsdpGroup, ...]) -> Iterator[ManagedParam]:
