@@ -78,7 +78,7 @@ def audit(
             _check_methods(model, states),
             _check_shared(groups),
             _check_mesh(groups),
-            _check_unmanaged(model, groups),
+            _check_unmanaged(model, groups, () if plan is None else plan.ignored),
             _check_placements(groups, plan),
             _check_renormed(groups),
         ]
@@ -156,12 +156,12 @@ def _check_mesh(groups: tuple[FsdpGroup, ...]) -> Iterator[Finding]:
             return
 
 
-def _check_unmanaged(model: nn.Module, groups: tuple[FsdpGroup, ...]) -> Iterator[Finding]:
+def _check_unmanaged(model: nn.Module, groups: tuple[FsdpGroup, ...], ignored: Sequence[str]) -> Iterator[Finding]:
     managed = set()
     for param in _params(groups):
         managed |= {id(param.sharded), id(param.registered)} | {id(tensor) for _, tensor in param.shared}
     for fqn, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.numel() and id(parameter) not in managed:
+        if parameter.requires_grad and parameter.numel() and id(parameter) not in managed and fqn not in ignored:
             kind = "DTensor outside of every group" if isinstance(parameter, DTensor) else "plain tensor"
             yield build_finding("unmanaged", fqn, f"a trainable {kind}: its gradient is not averaged over ranks")
 
