@@ -78,8 +78,9 @@ def audit(
             _check_methods(model, states),
             _check_shared(groups),
             _check_mesh(groups),
-            _check_unmanaged(model, groups),
+            _check_unmanaged(model, groups, () if plan is None else plan.ignored),
             _check_placements(groups, plan),
+            _check_renormed(groups),
         ]
     if reached >= PHASES.index("loaded"):
         checks += [
@@ -155,14 +156,25 @@ def _check_mesh(groups: tuple[FsdpGroup, ...]) -> Iterator[Finding]:
             return
 
 
-def _check_unmanaged(model: nn.Module, groups: tuple[FsdpGroup, ...]) -> Iterator[Finding]:
+def _check_unmanaged(model: nn.Module, groups: tuple[FsdpGroup, ...], ignored: Sequence[str]) -> Iterator[Finding]:
     managed = set()
     for param in _params(groups):
         managed |= {id(param.sharded), id(param.registered)} | {id(tensor) for _, tensor in param.shared}
     for fqn, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.numel() and id(parameter) not in managed:
+        if parameter.requires_grad and parameter.numel() and id(parameter) not in managed and fqn not in ignored:
             kind = "DTensor outside of every group" if isinstance(parameter, DTensor) else "plain tensor"
             yield build_finding("unmanaged", fqn, f"a trainable {kind}: its gradient is not averaged over ranks")
+
+
+def _check_renormed(groups: tuple[FsdpGroup, ...]) -> Iterator[Finding]:
+    for param in _params(groups):
+        limit = getattr(param.module, "max_norm", None)
+        if (
+            limit is not None
+            and param.sharded.requires_grad
+            and isinstance(param.module, nn.Embedding | nn.EmbeddingBag)
+        ):
+            yield build_finding("lost-write", param.fqn, f"max_norm={limit:g} limits what is gathered, not the shards")
 
 
 def _params(groups: tuple[FsdpGroup, ...]) -> Iterator[ManagedParam]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -15,10 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checkpoint.names import group_names
-from ckpt_tools.checkpoint.transform import strip_wrappers
 from ckpt_tools.fsdp2.audit import audit, find_double_wraps, is_reentrant
 from ckpt_tools.fsdp2.catalogue import CATALOGUE
 from ckpt_tools.fsdp2.compare_ranks import compare_traces
+from ckpt_tools.fsdp2.diagnose_load import explain_load, explain_optimizer, failure_of
 from ckpt_tools.fsdp2.internals import FsdpGroup, owner_of_frame, read_groups, registered_methods, shown
 from ckpt_tools.fsdp2.stack_trace import MethodCall, Stack, named_tensors, read_stack, written_tensor
 from ckpt_tools.fsdp2.watch import Watch, find_parameter, last_watch
@@ -38,12 +39,23 @@ def check_freed(case: DiagnosedCase) -> Diagnosis | None:
         return _resharded(case, next((group for group in case.groups() if set(last) & set(group.modules)), None))
     if (seen := case.watched("opaque-output")) is not None:
         return seen
+    if name := _differentiates(case):
+        return case.build("grad-in-forward", name, f"{name} calls autograd.grad in its forward")
     views = () if case.seen is None else case.seen.changed_views()
     if views:
         return case.build("opaque-output", views[0], f"the output of {views[0]} is a view that was modified in place")
     left = [group.fqn for group in case.groups() if group.sharding == "SHARDED" and group.training == "IDLE"]
     likely = shown(left[-1]) if left else ""
     return case.build("opaque-output", likely)
+
+
+def _differentiates(case: DiagnosedCase) -> str:
+    """Return the module around other units whose forward takes gradients: they are freed before the second pass."""
+    for module in () if case.model is None else case.model.modules():
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if code is not None and {"autograd", "grad"} <= set(code.co_names):
+            return case.name(module)
+    return ""
 
 
 def _double_wrapped(case: DiagnosedCase, only: FsdpGroup | None = None) -> Diagnosis | None:
@@ -216,7 +228,7 @@ def diagnose(error: BaseException, *, model: nn.Module | None = None, phase: str
         if found.id != "unknown":
             return found
     first_line = next(iter(case.text.splitlines()), "")
-    return case.build("unknown", cause=f"{type(error).__name__}: {first_line}")
+    return case.build("unknown", cause=f"{type(case.error).__name__}: {first_line}")
 
 
 # Rules. Each looks at one kind of error and returns None when it is another.
@@ -257,15 +269,6 @@ def _loads(case: DiagnosedCase) -> Diagnosis | None:
             return case.build("load-plain" if _is_sharded(case, match[1]) else "load-sharded", match[1])
         if "can require gradients" in case.text:
             return case.build("load-dtype", match[1], f"{match[1]} requires gradients but was given integers")
-    missing, _, unexpected = case.text.partition("Unexpected key(s) in state_dict")
-    if "Missing key(s) in state_dict" in missing and unexpected:
-        lost, found = (
-            {strip_wrappers(key).removeprefix("module."): key for key in re.findall(r'"(.+?)"', part)}
-            for part in (missing, unexpected)
-        )
-        if same := [plain for plain in lost if plain in found]:
-            one, other = lost[same[0]], found[same[0]]
-            return case.build("wrapped-names", one, f"wrappers changed names ({len(same)} in all): {one} is {other}")
     if "exceeds dimension size" in case.text and case.stack.passes("reset_sharded_param", "load_state_dict"):
         return case.build("load-placement", _owner(case))
     if re.search(r"out tensor to have dtype", case.text) and case.stack.passes("wait_for_unshard"):
@@ -380,6 +383,8 @@ def _ranks(case: DiagnosedCase) -> Diagnosis | None:
 
 
 _RULES: tuple[Callable[[DiagnosedCase], Diagnosis | None], ...] = (
+    explain_load,
+    explain_optimizer,
     _loads,
     _optimizers,
     _texts,
@@ -439,13 +444,15 @@ class DiagnosedCase:
         """Return the model's parameter groups."""
         return () if self.model is None else read_groups(self.model)
 
-    def build(self, code: str, module: str = "", cause: str = "", call: str | None = None) -> Diagnosis:
-        """Return a diagnosis; cause and call are the catalogue's and the stack's unless given."""
+    def build(
+        self, code: str, module: str = "", cause: str = "", call: str | None = None, *, fix: str = ""
+    ) -> Diagnosis:
+        """Return a diagnosis; cause, fix and call are the catalogue's and the stack's unless given."""
         entry = CATALOGUE[code]
         return Diagnosis(
             id=code,
             cause=cause or entry.cause,
-            fix=entry.fix,
+            fix=fix or entry.fix,
             module=module,
             call=self.stack.site if call is None else call,
         )
@@ -476,10 +483,10 @@ def open_case(error: BaseException, model: nn.Module | None, phase: str) -> Diag
         model = next(iter([*stack.entered[:1], *modules[:1]]), None)
         if model is not None and modules and any(module is model for module in modules[0].modules()):
             model = modules[0]
-        if model is None:
-            models = locals_of(stack, nn.Module)
-            model = next((each for each in models if any(isinstance(m, FSDPModule) for m in each.modules())), None)
+        roots = (each for each in locals_of(stack, nn.Module) if any(isinstance(m, FSDPModule) for m in each.modules()))
+        model = next((root for root in roots if model is None or model in set(root.modules())), model)
     seen = last_watch(model)
+    error = failure_of(error)
     return DiagnosedCase(error=error, text=str(error), phase=phase, model=model, stack=stack, seen=seen)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from ckpt_tools.checkpoint.entries import BlobEntry, KeyPath, TensorEntry
@@ -50,6 +51,74 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, path: str | os.PathLi
             return read_optimizer(model, optimizer, opened)
 
     optimizer.load_state_dict(together(read))
+
+
+@contextmanager
+def switch_optimizer(model: nn.Module, *optimizers: Optimizer) -> Iterator[None]:
+    """Shard inside, and keep optimizers that were made before: their groups get the sharded parameters.
+
+        with switch_optimizer(model, optimizer):
+            shard_model(model, mesh)
+            load_checkpoint(model, path)
+
+    Options of the groups, schedulers and hooks stay. State that an optimizer has is cut like its parameters.
+
+    Args:
+        model: Not yet sharded.
+        optimizers: Of parameters of this model.
+
+    Raises:
+        UsageError: A parameter that is not the model's.
+    """
+    old = {id(parameter): name for name, parameter in names_of(model).items()}
+    held = [[[old.get(id(p)) for p in group["params"]] for group in one.param_groups] for one in optimizers]
+    if any(name is None for groups in held for group in groups for name in group):
+        raise UsageError(
+            "the optimizer contains a parameter that does not belong to the model",
+            where="switch_optimizer",
+            hint="create the optimizer from this model's parameters, and enter before shard_model",
+        )
+    yield
+    own = names_of(model)
+    for optimizer, groups in zip(optimizers, held, strict=True):
+        for group, names in zip(optimizer.param_groups, groups, strict=True):
+            for index, name in enumerate(names):
+                before, after = group["params"][index], own[str(name)]
+                group["params"][index] = after
+                if before is not after and (state := optimizer.state.pop(before, None)) is not None:
+                    optimizer.state[after] = {key: _cut_like(value, after) for key, value in state.items()}
+
+
+@torch.no_grad()
+def step_on_whole(optimizer: Optimizer) -> None:
+    """Step an optimizer that needs whole matrices (Muon, Shampoo): gather one, let every rank compute, keep the shard.
+
+    Call it in place of `optimizer.step()`. Collective. State stays sharded between steps, one parameter is whole at a
+    time. For optimizers whose state is by parameter.
+    """
+    groups = optimizer.param_groups
+    try:
+        for group in groups:
+            for parameter in [p for p in group["params"] if p.grad is not None]:
+                whole = nn.Parameter(_gather(parameter))
+                whole.grad = _gather(parameter.grad)
+                optimizer.state[whole] = {k: _gather(v) for k, v in optimizer.state.pop(parameter, {}).items()}
+                optimizer.param_groups = [group | {"params": [whole]}]
+                optimizer.step()
+                parameter.copy_(_cut_like(whole, parameter))
+                optimizer.state[parameter] = {k: _cut_like(v, parameter) for k, v in optimizer.state.pop(whole).items()}
+    finally:
+        optimizer.param_groups = groups
+
+
+def _gather(value: Any) -> Any:  # noqa: ANN401 - a tensor, or a number
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _cut_like(value: Any, parameter: torch.Tensor) -> Any:  # noqa: ANN401 - a tensor, or a number
+    if isinstance(value, torch.Tensor) and isinstance(parameter, DTensor) and value.shape == parameter.shape:
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return value
 
 
 def names_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -53,6 +53,10 @@ class _Saving(Future[None]):
 
     is_asked = False
 
+    def __init__(self, slot: int) -> None:
+        super().__init__()
+        self.slot = slot  # Number of its group, the same on all ranks
+
     def result(self, timeout: float | None = None) -> None:
         """Wait for the end, and raise what went wrong."""
         self.is_asked = True
@@ -73,9 +77,9 @@ class _Saving(Future[None]):
             self.set_result(None)
 
 
-_last: _Saving | None = None  # The save that runs in the background, or the last one that did
-_groups: list[dist.ProcessGroup | None] = [None, None]
-"""The default group, and the group of all its ranks for saves in the background."""
+_saves: list[_Saving] = []  # That run in the background, or did when their end was last asked for
+_groups: list[dist.ProcessGroup | None] = [None]
+"""The default group, and groups of all its ranks for saves in the background, one for each that may run at once."""
 
 
 def save_checkpoint(
@@ -109,6 +113,7 @@ def save_checkpoint(
         UsageError: Train state that could not be read back, or that differs between ranks.
         CkptError: Anything else that went wrong on another rank; what goes wrong on this one is raised as it is.
     """
+    _settle(0)
     _prepare(model, optimizer, path, state or {}, overwrite, trainable_only)()
 
 
@@ -120,12 +125,13 @@ def async_save_checkpoint(
     state: Mapping[str, object] | None = None,
     overwrite: bool = False,
     trainable_only: bool = False,
+    at_once: int = 1,
 ) -> Future[None]:
     """Do as `save_checkpoint`, in the background: return once everything is copied to host memory.
 
     Collective. Training may go on at once, and the next save waits for this one. Call `result()` of what is returned
     before anything relies on the checkpoint, and before the process group is destroyed: it raises what went wrong.
-    Where no rank asks, the next save raises it.
+    Where no rank asks, a later save raises it.
 
     Args:
         model: This and the others are those of `save_checkpoint`.
@@ -134,6 +140,7 @@ def async_save_checkpoint(
         state: What else to save, by name.
         overwrite: Replace an existing checkpoint.
         trainable_only: Leave frozen parameters of `model` out.
+        at_once: How many saves may run at once, this one included; each holds its own copy. Other paths each.
 
     Returns:
         Done when the checkpoint is published, on every rank.
@@ -142,15 +149,31 @@ def async_save_checkpoint(
         DestinationExistsError: `path` exists.
         UsageError: As `save_checkpoint`.
     """
-    global _last  # noqa: PLW0603 - one save at a time in a process
-    if world_size() > 1 and _groups[0] is not dist.group.WORLD:
-        _groups[:] = dist.group.WORLD, dist.new_group(backend="gloo")
+    _settle(at_once - 1)
+    if _groups[0] is not dist.group.WORLD:
+        _groups[:] = [dist.group.WORLD]
+    slot = next(number for number in range(1, at_once + 1) if number not in {save.slot for save in _saves})
+    while world_size() > 1 and len(_groups) <= slot:
+        _groups.append(dist.new_group(backend="gloo"))
     finish = _prepare(model, optimizer, path, state or {}, overwrite, trainable_only, copies=True)
-    executor = ThreadPoolExecutor(1, "ckpt-save", initializer=talk_over, initargs=(_groups[1],))
-    _last = _Saving()
-    executor.submit(_last.run, finish)
+    executor = ThreadPoolExecutor(
+        1, "ckpt-save", initializer=talk_over, initargs=(_groups[slot] if world_size() > 1 else None,)
+    )
+    saving = _Saving(slot)
+    _saves.append(saving)
+    executor.submit(saving.run, finish)
     executor.shutdown(wait=False)
-    return _last
+    return saving
+
+
+def _settle(left: int) -> None:
+    """Wait for the oldest saves until `left` may still run; raise what went wrong where no rank has asked."""
+    while len(_saves) > left:
+        saving = _saves.pop(0)
+        wait([saving])
+        is_asked, error = saving.is_asked, saving.exception()
+        if error is not None and not any(gather(is_asked)):
+            raise error
 
 
 def _prepare(
@@ -164,11 +187,6 @@ def _prepare(
     copies: bool = False,
 ) -> Callable[[], None]:
     """Take the destination, and every value as it is now (`copies`: in host memory). Collective, as what it returns."""
-    if _last is not None:
-        wait([_last])
-        is_asked, error = _last.is_asked, _last.exception()
-        if error is not None and not any(gather(is_asked)):
-            raise error
     destination = os.fspath(path)
     staging: Staging | None = None
 

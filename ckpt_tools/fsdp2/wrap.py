@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,6 +21,7 @@ from ckpt_tools.floors import refuse_older
 from ckpt_tools.fsdp2.blocks import Blocks, find_blocks
 from ckpt_tools.fsdp2.entry_methods import Methods, find_methods, register_methods
 from ckpt_tools.fsdp2.internals import checkpoint_activations, replicate_function
+from ckpt_tools.fsdp2.local import placements_of
 from ckpt_tools.fsdp2.mesh import FSDP_AXES, TP_AXIS, fsdp_mesh, tp_mesh
 from ckpt_tools.fsdp2.policy import Policy
 from ckpt_tools.fsdp2.ties import Ties, find_parameters, owner_of, tied_groups
@@ -206,6 +207,10 @@ def shard_model(
     tp_plan: TpPlan | str | None = None,
     activation_checkpointing: bool = False,
     root: bool = True,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    ignored_params: Collection[nn.Parameter] = (),
+    meshes: Mapping[str, DeviceMesh] | None = None,
+    dp_mesh_dims: Any = None,  # noqa: ANN401 - torch 2.13 has the class
 ) -> ShardedPlan:
     """Turn the parameters of `model` into DTensors on `mesh`, in place.
 
@@ -223,6 +228,11 @@ def shard_model(
             Turns off `config.use_cache`: a block that runs twice would put its keys in a cache twice.
         root: Make the model itself a unit, for the parameters that are in no block. Without it the caller has to
             wrap what contains the model.
+        shard_placement_fn: As of `fully_shard`: the dim that a parameter is cut along, other than the first.
+        ignored_params: Parameters that FSDP leaves alone, as `Policy.ignored`; trainable ones are yours to average.
+        meshes: Block (as in `blocks`) → mesh of its own. Experts along `ep` inside of dp_shard: cut along `ep`
+            before, with the rest of dp_shard as their mesh. Their gradients are divided by the ranks of `mesh`.
+        dp_mesh_dims: PyTorch's `DataParallelMeshDims`: the parameters are DTensors on all of `mesh`.
 
     Raises:
         UsageError: What cannot work: the mesh, the policy, names, styles, and methods that would be entered twice.
@@ -231,11 +241,20 @@ def shard_model(
     if policy.strategy == "no_shard":
         refuse_older("torch", "no_shard")
     refuse_sharded(model, hint="rebuild the model, or shard only the modules that are not sharded yet")
-    _check_axes(mesh, tp_plan)
-    dp = fsdp_mesh(mesh)
+    extra: dict[str, Any] = {}
+    if dp_mesh_dims is None:
+        _check_axes(mesh, tp_plan)
+        dp = fsdp_mesh(mesh)
+    else:
+        dp = mesh[dp_mesh_dims.replicate_names + dp_mesh_dims.shard_names]
+        extra |= {"mesh": mesh, "dp_mesh_dims": dp_mesh_dims}
     policy.check_mesh(dp)
-    ignored = _ignored(model, policy.ignored)
-    names = tuple(name for name in find_blocks(model, blocks) if not _parameters_of(model, name) <= set(ignored))
+    if shard_placement_fn is not None:
+        extra["shard_placement_fn"] = shard_placement_fn
+    ignored = _ignored(model, policy.ignored, {id(parameter) for parameter in ignored_params})
+    own = {name: own for wanted, own in (meshes or {}).items() for name in find_blocks(model, [wanted])}
+    found = sorted({*find_blocks(model, blocks), *own}, key=_depth) if own else find_blocks(model, blocks)
+    names = tuple(name for name in found if not _parameters_of(model, name) <= set(ignored))
     kept = (*(names if not policy.reshard else ()), *([""] if not (policy.reshard and policy.reshard_root) else ()))
     methods = find_methods(model, forward_methods, (*names, "") if root else names, kept)
     styles = {} if tp_plan is None else find_styles(model, tp_plan)
@@ -247,15 +266,19 @@ def shard_model(
     units = [model.get_submodule(name) for name in names]
     if activation_checkpointing:
         _turn_off_caches(model)
-    extra: dict[str, Any] = {"ignored_params": {model.get_parameter(fqn) for fqn in ignored}} if ignored else {}
-    for unit in units:
+    if ignored:
+        extra["ignored_params"] = {model.get_parameter(fqn) for fqn in ignored}
+    for name, unit in zip(names, units, strict=True):
         if activation_checkpointing:
             checkpoint_activations(unit)
-        apply_policy(unit, policy, dp, **extra)
+        apply_policy(unit, policy, own.get(name, dp), **extra)
+        if name in own:
+            _average_over(unit, dp)
     if root:
         apply_policy(model, policy, dp, root=True, **extra)
     _prefetch(model, names, policy)
     register_methods(model, methods)
+    is_own = shard_placement_fn is not None or dp_mesh_dims is not None or bool(own)
     managed = {id(p) for module in ([model] if root else units) for p in module.parameters()}
     plan = ShardedPlan(
         policy=policy,
@@ -263,7 +286,7 @@ def shard_model(
         blocks=names,
         root=root,
         placements={
-            fqn: _expected(fqn, policy, dp, cuts)
+            fqn: placements_of(parameter) if is_own else _expected(fqn, policy, dp, cuts)
             for fqn, parameter in model.named_parameters(remove_duplicate=False)
             if fqn not in ignored and id(parameter) in managed
         },
@@ -290,7 +313,18 @@ def _expected(fqn: str, policy: Policy, dp: DeviceMesh, cuts: Mapping[str, Place
 def apply_policy(unit: nn.Module, policy: Policy, dp: DeviceMesh, *, root: bool = False, **extra: object) -> None:
     """Make a module a unit of FSDP."""
     apply: Any = replicate_function() if policy.strategy == "no_shard" else fully_shard
-    apply(unit, **policy.kwargs(dp, root=root), **extra)
+    apply(unit, **(policy.kwargs(dp, root=root) | extra))
+
+
+def _depth(name: str) -> int:
+    return -name.count(".")
+
+
+def _average_over(unit: Any, dp: DeviceMesh) -> None:  # noqa: ANN401 - what fully_shard made of a module
+    """Divide a unit's gradients by the ranks that see other data, which are more than those of its own mesh."""
+    unit.set_gradient_divide_factor(float(dp.size()))
+    if dp.device_type == "cpu":  # gloo has no sum that multiplies first
+        unit.set_force_sum_reduction_for_comms(True)
 
 
 def _turn_off_caches(model: nn.Module) -> None:
@@ -320,18 +354,22 @@ def _check_axes(mesh: DeviceMesh, tp_plan: TpPlan | str | None) -> None:
         raise UsageError("the mesh has a tp axis, but there is no plan for it", hint='pass tp_plan="auto"')
 
 
-def _ignored(model: nn.Module, globs: Sequence[str]) -> tuple[str, ...]:
-    """Return what FSDP does not manage: `globs`, and parameters of no dim or no element; refuse what is trainable."""
+def _ignored(model: nn.Module, globs: Sequence[str], given: Collection[int]) -> tuple[str, ...]:
+    """Return what FSDP does not manage: `globs`, parameters of no dim or no element, and those `given` by their id.
+
+    Refuse what is trainable and not given.
+    """
     chosen = set(find_parameters(model, globs, "Policy.ignored"))
     found = []
     for fqn, parameter in model.named_parameters():
+        is_given = id(parameter) in given
         is_scalar, is_named = not parameter.dim(), fqn in chosen
-        if (is_scalar or is_named) and parameter.requires_grad:
+        if (is_scalar or is_named) and parameter.requires_grad and not is_given:
             what, hint = "scalar cannot be sharded", "make it a parameter of shape (1,), or freeze it"
             if not is_scalar:
                 what, hint = "parameter is ignored by FSDP", "freeze it, or leave it out of Policy.ignored"
             raise UsageError(f"a trainable {what}, so its gradient would never be averaged", where=fqn, hint=hint)
-        if is_scalar or is_named or not parameter.numel():
+        if is_scalar or is_named or is_given or not parameter.numel():
             found.append(fqn)
     return tuple(found)
 

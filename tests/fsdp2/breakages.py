@@ -5,12 +5,14 @@ A breakage is built anew for every run: `BREAKAGES[name].build(mesh)` gives a mo
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -103,7 +105,12 @@ class Breakage:
     """Public issue or pull request that shows it."""
     bare: str = ""
     """Id without a watch, where only a watch sees the cause."""
+    fix: str = ""
+    """What the advice says, which `build(mesh, fixed=True)` follows."""
 
+
+PLACE = ""
+"""A directory that all ranks have for their checkpoints."""
 
 BREAKAGES: dict[str, Breakage] = {}
 """Raise an error."""
@@ -113,9 +120,9 @@ THREADS: dict[str, str] = {}
 """Silent one → public issue or pull request that shows it."""
 
 
-def breaks(code, module, call="", thread="", bare=""):
+def breaks(code, module, call="", thread="", bare="", fix=""):
     def add(function):
-        BREAKAGES[function.__name__] = Breakage(code, function, module, call, thread, bare)
+        BREAKAGES[function.__name__] = Breakage(code, function, module, call, thread, bare, fix)
         return function
 
     return add
@@ -821,10 +828,10 @@ def _run_one(breakage, mesh, watched):
                     codes = [found.code for found in seen.findings]
         else:
             run(model)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         found = diagnose(error, model=model)
-        return found.id, found.module, found.call, before + codes, f"{type(error).__name__}: {error}"
-    return "no error", "", "", before + codes, ""
+        return found.id, found.module, found.call, before + codes, f"{type(error).__name__}: {error}", found.fix
+    return "no error", "", "", before + codes, "", ""
 
 
 def run_silent(mesh, names):
@@ -836,4 +843,28 @@ def run_silent(mesh, names):
         dist.barrier()
         torch.manual_seed(0)
         said[name] = function(mesh)
+    return said
+
+
+def is_fixable(name):
+    """Does its function take `fixed`?"""
+    build = BREAKAGES[name].build if name in BREAKAGES else SILENT[name][2]
+    return "fixed" in inspect.signature(build).parameters
+
+
+def run_fixed(mesh, names):
+    """Breakages with their fix applied: name → codes of what is said nevertheless; an error is raised."""
+    said = {}
+    for name in filter(is_fixable, (*BREAKAGES, *SILENT)):
+        if name not in names:
+            continue
+        dist.barrier()
+        torch.manual_seed(0)
+        if name in SILENT:
+            said[name] = [found.code for found in SILENT[name][2](mesh, fixed=True)]
+            continue
+        model, run = BREAKAGES[name].build(mesh, fixed=True)
+        with watch(model) as seen:
+            run(model)
+        said[name] = [found.code for found in (*audit(model, phase="loaded"), *seen.findings)]
     return said

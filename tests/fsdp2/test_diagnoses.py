@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fsdp2 import breakages, threads
+from fsdp2 import breakages, states, threads  # noqa: F401 - add their own
 from fsdp2.breakages import BREAKAGES, DISAGREEMENTS, SILENT, THREADS
 from fsdp2.ranks import RankLost, run_ranks
 
@@ -26,9 +26,10 @@ def _cases(table):
 
 
 @pytest.fixture(scope="module")
-def said_by_rank(request):
+def said_by_rank(request, tmp_path_factory):
     wanted = [item for item in request.session.items if "said_by_rank" in getattr(item, "fixturenames", ())]
-    return run_ranks(2, threads.run_some, {item.callspec.params["name"] for item in wanted}, timeout=100)
+    names = {item.callspec.params["name"] for item in wanted}
+    return run_ranks(2, threads.run_some, names, str(tmp_path_factory.mktemp("states")), timeout=100)
 
 
 @pytest.mark.parametrize("is_watched", [False, True], ids=["bare", "watched"])
@@ -36,12 +37,13 @@ def said_by_rank(request):
 def test_diagnose_broken_model_names_id_module_and_call(said_by_rank, name, is_watched):
     expected = BREAKAGES[name]
     for rank in (0, 1):
-        code, module, call, others, text = said_by_rank[rank][0][name, is_watched]
+        code, module, call, others, text, fix = said_by_rank[rank][0][name, is_watched]
         assert code == (expected.bare if expected.bare and not is_watched else expected.id), text
         assert expected.call in call, text
         assert set(others) <= {expected.id}
         if code == expected.id:
             assert module.startswith(expected.module), text
+            assert expected.fix in fix
 
 
 @pytest.mark.parametrize("name", _cases(SILENT))
@@ -52,6 +54,13 @@ def test_audit_silently_broken_model_finds_that_and_nothing_else(said_by_rank, n
         assert {finding.code for finding in found} == {code}
         assert found[0].where == where
         assert all(finding.severity != "info" and finding.hint == CATALOGUE[code].fix for finding in found)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", list(filter(breakages.is_fixable, (*BREAKAGES, *SILENT))))
+def test_fix_that_is_named_works_and_nothing_is_said_afterwards(said_by_rank, name):
+    for rank in (0, 1):
+        assert said_by_rank[rank][2][name] == []
 
 
 @pytest.mark.full

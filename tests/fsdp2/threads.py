@@ -583,7 +583,12 @@ def state_set_on_a_meta_model(mesh):
     return audit(net, phase="loaded")[:1]
 
 
-def run_some(rank, world_size, names):
-    """What was said of those that raise and of those that do not, of both files."""
+def run_some(rank, world_size, names, place):
+    """What was said of those that raise, of those that do not, and of those that are fixed, of all files."""
+    from fsdp2 import states  # noqa: F401 - adds its own
+
+    breakages.PLACE = place
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_shard",))
-    return breakages.run_breakages(mesh, names), breakages.run_silent(mesh, names)
+    found = breakages.run_breakages(mesh, names), breakages.run_silent(mesh, names), breakages.run_fixed(mesh, names)
+    dist.barrier()
+    return found

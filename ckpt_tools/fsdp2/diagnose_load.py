@@ -1,0 +1,212 @@
+"""Loads that fail: which names, shapes and optimizer state a load wanted, and what the checkpoint has instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from ckpt_tools.checkpoint.dtypes import BY_TORCH_NAME
+from ckpt_tools.checkpoint.entries import Checkpoint, TensorEntry
+from ckpt_tools.checkpoint.transform import is_optimizer, strip_wrappers
+from ckpt_tools.errors import CkptError
+from ckpt_tools.fsdp2.collective import this_rank
+from ckpt_tools.fsdp2.names import match_names, shapes_of
+from ckpt_tools.text import first_few
+
+if TYPE_CHECKING:
+    from ckpt_tools.fsdp2.diagnose import DiagnosedCase, Diagnosis
+
+_UNREAD = r"metadata is None|No such file or directory: '[^']*\.metadata'"
+
+
+def failure_of(error: BaseException) -> BaseException:
+    """Return what a DCP exception reports: this rank's failure, or else that of the first rank."""
+    failures = getattr(error, "failures", None)
+    if not isinstance(failures, Mapping) or not failures:
+        return error
+    found = failures.get(this_rank(), failures[min(failures)])
+    return found[0] if isinstance(found, tuple) and isinstance(found[0], BaseException) else error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Load:
+    """What was to be loaded, and from what."""
+
+    wanted: Mapping[str, Any]  # Key → tensor, or anything else
+    held: Mapping[str, TensorEntry | None]  # Key → tensor; None for what is no tensor
+    path: str = ""  # Of a DCP checkpoint
+
+    @property
+    def lost(self) -> list[str]:
+        """Wanted, and not there under that name."""
+        return [key for key in self.wanted if key not in self.held]
+
+    def line(self, call: str) -> str:
+        """Return the call that loads it, with the path where it is known."""
+        return call.replace("PATH", repr(self.path) if self.path else "PATH")
+
+
+def explain_load(case: DiagnosedCase) -> Diagnosis | None:
+    """Errors of `dcp.load`, `load_state_dict` and `set_state_dict` about what is not there, or of another shape."""
+    if re.search(_UNREAD, case.text):
+        path = next(iter(re.findall(r"directory: '([^']*?)/?\.metadata'", case.text)), "")
+        return case.build("no-metadata", path)
+    load = _dcp_load(case) or _module_load(case)
+    if load is None:
+        return None
+    if lost := load.lost:
+        states = [key for key in lost if _is_state(key)]
+        if ranked := [key for key in lost if _is_of_rank(key, load)]:
+            return case.build("per-rank-state", ranked[0], f"the checkpoint has no {ranked[0]}: fewer ranks saved it")
+        if len(states) == len(lost):
+            return _no_state(case, states, load)
+        return _other_names(case, [key for key in lost if not _is_state(key)], load)
+    return _other_shape(case, load)
+
+
+def _dcp_load(case: DiagnosedCase) -> _Load | None:
+    if not re.search(r"Missing key in checkpoint|Size mismatch between saved", case.text):
+        return None
+    for line in case.stack.lines:
+        planner, reader = (line.frame.f_locals.get(name) for name in ("planner", "storage_reader"))
+        metadata, wanted = getattr(planner, "metadata", None), getattr(planner, "state_dict", None)
+        if isinstance(metadata, Metadata) and isinstance(wanted, Mapping):
+            nested = metadata.planner_data or {}
+            held = {
+                key: _entry(key, md.size, md.properties.dtype, nested.get(key, ()))
+                if isinstance(md, TensorStorageMetadata)
+                else None
+                for key, md in metadata.state_dict_metadata.items()
+            }
+            return _Load(wanted=wanted, held=held, path=str(getattr(reader, "path", "")))
+    return None
+
+
+def _module_load(case: DiagnosedCase) -> _Load | None:
+    if not re.search(r"Missing key\(s\)|size mismatch for", case.text):
+        return None
+    for line in case.stack.lines:
+        module, given = (line.frame.f_locals.get(name) for name in ("self", "state_dict"))
+        if line.code.co_name == "load_state_dict" and isinstance(module, nn.Module) and isinstance(given, Mapping):
+            tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
+            held = {key: _entry(key, value.shape, value.dtype) for key, value in tensors.items()}
+            return _Load(wanted=module.state_dict(), held=held)
+    return None
+
+
+def _entry(key: str, shape: Iterable[int], dtype: torch.dtype, path: Iterable[str | int] = ()) -> TensorEntry | None:
+    known = BY_TORCH_NAME.get(str(dtype).removeprefix("torch."))
+    return None if known is None else TensorEntry(fqn=key, dtype=known, shape=tuple(shape), chunks=(), path=tuple(path))
+
+
+def _is_state(key: str) -> bool:
+    return is_optimizer(TensorEntry(fqn=key, dtype=BY_TORCH_NAME["uint8"], shape=(), chunks=()))
+
+
+def _is_of_rank(key: str, load: _Load) -> bool:
+    """Is this rank's number in the key, the only one that is wanted there, and has the checkpoint others alone?"""
+    for number in re.finditer(rf"(?<=[._]){this_rank()}(?=\.|$)", key):
+        place = re.compile(re.escape(key[: number.start()]) + r"(\d+)(?=\.|$)")
+        asked, kept = ({match[1] for each in keys if (match := place.match(each))} for keys in (load.wanted, load.held))
+        if asked == {number[0]} and kept and number[0] not in kept:
+            return True
+    return False
+
+
+def _no_state(case: DiagnosedCase, states: list[str], load: _Load) -> Diagnosis:
+    kept = [key for key in load.held if _is_state(key)]
+    cause = f"{len(states)} keys of the optimizer are not in the checkpoint ({first_few(states, 2)})"
+    if not kept:
+        return case.build("optimizer-state", states[0], f"{cause}, which holds no optimizer state", fix=_NO_STATE)
+    owners = {key.rpartition(".")[0] for key in kept}
+    is_other = any(key.rpartition(".")[0] in owners for key in states)  # this parameter has state, of other names
+    what = f"{cause}; it holds {first_few(kept, 2)}"
+    return case.build("optimizer-state", states[0], what, fix="" if is_other else load.line(_LOADS_STATE))
+
+
+_LOADS = "`ckpt_tools.fsdp2.load_checkpoint(model, PATH)`, which finds the names"
+_LOADS_STATE = "`ckpt_tools.fsdp2.load_optimizer(model, optimizer, PATH)`, which goes by the parameters' names"
+_NO_STATE = "start with a new optimizer: load the model alone, `load_checkpoint(model, PATH)`"
+
+
+def _other_names(case: DiagnosedCase, lost: list[str], load: _Load) -> Diagnosis:
+    """Find the names that the checkpoint has for what was asked for, as a load by ckpt does."""
+    tensors = {
+        key: value for key, value in load.wanted.items() if isinstance(value, torch.Tensor) and not _is_state(key)
+    }
+    own = {} if case.model is None else case.model.state_dict()
+    for names in (own, tensors):
+        found = _find(case, load, {key: value for key, value in names.items() if isinstance(value, torch.Tensor)})
+        if found:
+            one = next((key for key in found if lost[0].endswith(key) or key.endswith(lost[0])), next(iter(found)))
+            code = "wrapped-names" if _bare(found[one]) == _bare(lost[0]) else "other-names"
+            cause = f"{lost[0]} is called {found[one]} in the checkpoint (names that differ: {len(lost)})"
+            return case.build(code, lost[0], cause, fix=load.line(_LOADS))
+    spare = [key for key, entry in load.held.items() if entry and key not in load.wanted and not _is_state(key)]
+    other = f"; it holds {first_few(spare, 3)}, which the model lacks" if spare else ""
+    return case.build("missing-keys", lost[0], f"not in the checkpoint: {first_few(lost, 3)}{other}")
+
+
+def _bare(key: str) -> str:
+    return re.sub(r"(^|\.)module\.", r"\1", strip_wrappers(key))
+
+
+def _find(case: DiagnosedCase, load: _Load, names: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return name of the model → name in the checkpoint; empty unless all are found."""
+    entries = [entry for entry in load.held.values() if entry is not None]
+    checkpoint = Checkpoint(root=load.path, format="dcp", tensors=tuple(entries))
+    try:
+        match = match_names(checkpoint, case.model or nn.Module(), shapes_of(names), "auto")
+    except CkptError:
+        return {}
+    if not names or any(
+        name not in match.found or match.found[name].shape != tuple(t.shape) for name, t in names.items()
+    ):
+        return {}
+    return {name: one.mosaic.sources[0] for name, one in match.found.items() if one.mosaic.sources}
+
+
+def _other_shape(case: DiagnosedCase, load: _Load) -> Diagnosis | None:
+    for key, value in load.wanted.items():
+        entry = load.held.get(key)
+        if entry is not None and isinstance(value, torch.Tensor) and entry.shape != tuple(value.shape):
+            what = "optimizer-state" if _is_state(key) else "other-shape"
+            cause = f"{key} is {list(value.shape)} in the model and {list(entry.shape)} in the checkpoint"
+            return case.build(what, key, cause)
+    return None
+
+
+def explain_optimizer(case: DiagnosedCase) -> Diagnosis | None:
+    """Optimizer state and gradients that are plain tensors beside sharded parameters, and groups that do not fit."""
+    if re.search(r"different number of parameter groups|doesn't match the size of optimizer's group", case.text):
+        return case.build("optimizer-groups")
+    if case.text.startswith("attempting to assign a gradient of size"):
+        return case.build("plain-gradient")
+    if "mixed torch.Tensor and DTensor" not in case.text:
+        return None
+    names = {} if case.model is None else {id(p): fqn for fqn, p in case.model.named_parameters()}
+    for line in reversed(case.stack.lines):
+        optimizer = line.frame.f_locals.get("self")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            continue
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)):
+            fqn = names.get(id(parameter), "")
+            if parameter.grad is not None and not isinstance(parameter.grad, DTensor):
+                return case.build("plain-gradient", fqn)
+            plain = [
+                k
+                for k, v in optimizer.state.get(parameter, {}).items()
+                if isinstance(v, torch.Tensor) and v.dim() and not isinstance(v, DTensor)
+            ]
+            if plain:
+                return case.build(
+                    "plain-optimizer-state", fqn, f"{plain[0]} of {fqn or 'a sharded parameter'} is a plain tensor"
+                )
+    return None
