@@ -268,7 +268,6 @@ def _for_others(run: _ExportRun, adapter: Adapter[Factor], to: Target) -> tuple[
         notes=run.notes,
     )
     run.notes += written.notes
-    run.notes += to_target.error_notes(written.errors)
     items = [_item(run, name, tensor, tuple(tensor.shape)) for name, tensor in written.tensors.items()]
     output = Output(file=written.file, items=items, metadata=written.metadata, documents=written.documents)
     return with_training(output, run.read.opened.metadata) if to in ("kohya", "comfyui") else output, known
