@@ -31,7 +31,7 @@ from ckpt_tools.adapters.ecosystems.loader_report import (
 from ckpt_tools.adapters.ecosystems.peft.files import ROOT
 from ckpt_tools.adapters.ecosystems.scales import factor_of
 from ckpt_tools.adapters.families import family_of
-from ckpt_tools.adapters.integrity import NUMBER, check_base, check_structure, check_suspicions, check_values, look_at
+from ckpt_tools.adapters.integrity import NUMBER, check_adapter, check_base
 from ckpt_tools.adapters.read import sidecars
 from ckpt_tools.adapters.read.opening import BUNDLED, OpenedAdapter, TensorReader, UnknownTypeError, read_adapter
 from ckpt_tools.adapters.settings import assumed_before
@@ -175,7 +175,8 @@ def _check(
     families: tuple[ModelFamily, ...],
     wanted: tuple[Loader, ...],
 ) -> LoraCheck:
-    adapter, run = read.adapter, _CheckRun(list(_check_tensors(read)), [])
+    adapter = read.adapter
+    run = _CheckRun(list(check_adapter(adapter, read=TensorReader(read.opened).read)), [])
     family = families[0] if len(families) == 1 else None
     if base is None:
         run.not_checked.append("the modules' names and shapes in the base model (--base)")
@@ -220,21 +221,6 @@ def _check(
         findings=fold(run.findings),
         not_checked=tuple(run.not_checked),
     )
-
-
-def _check_tensors(read: OpenedAdapter) -> Iterator[Finding]:
-    """Yield what the adapter's own headers and values tell."""
-    adapter, reader = read.adapter, TensorReader(read.opened)
-    yield from check_structure(adapter)
-    entries = {entry.fqn: entry for module in adapter.modules for entry in module.factors.values()}
-    seen = {name: look_at(reader.read(each), each.dtype) if each.num_elems else None for name, each in entries.items()}
-    table = {
-        (number, role): seen[entry.fqn]
-        for number, module in enumerate(adapter.modules)
-        for role, entry in module.factors.items()
-    }
-    yield from check_values(adapter, table)
-    yield from check_suspicions(adapter, table)
 
 
 def _say_training(adapter: Adapter[TensorEntry], path: str, wanted: Sequence[Loader], run: _CheckRun) -> None:
