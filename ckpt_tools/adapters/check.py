@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
+from itertools import accumulate
 from typing import Literal
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention, Shapes, Sourced
@@ -18,7 +19,7 @@ from ckpt_tools.adapters.architectures.choose import choose_families, family_nam
 from ckpt_tools.adapters.architectures.names import ModulePlace, readings, underscored
 from ckpt_tools.adapters.base.model import BaseModel, adapted_paths, as_named, base_path, parents_of, replicated
 from ckpt_tools.adapters.base.reading import on_base, read_base
-from ckpt_tools.adapters.ecosystems.diffusers_loader import FOREIGN
+from ckpt_tools.adapters.ecosystems.diffusers_loader import COMPONENTS, FOREIGN, component_of, own_metadata
 from ckpt_tools.adapters.ecosystems.loader_report import (
     APART,
     NEEDS_BASE,
@@ -28,13 +29,13 @@ from ckpt_tools.adapters.ecosystems.loader_report import (
     Loading,
     RejectedError,
 )
+from ckpt_tools.adapters.ecosystems.peft.config_rules import Config, rank_of
 from ckpt_tools.adapters.ecosystems.peft.files import ROOT
-from ckpt_tools.adapters.ecosystems.scales import factor_of
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.integrity import NUMBER, check_adapter, check_base
 from ckpt_tools.adapters.read import sidecars
 from ckpt_tools.adapters.read.opening import BUNDLED, OpenedAdapter, TensorReader, UnknownTypeError, read_adapter
-from ckpt_tools.adapters.settings import assumed_before
+from ckpt_tools.adapters.settings import TENSOR_ALPHA, assumed_before
 from ckpt_tools.checkpoint.entries import Finding, TensorEntry
 from ckpt_tools.checkpoint.identity import Identity
 from ckpt_tools.errors import UsageError
@@ -471,7 +472,7 @@ def _simulate(file: AdapterFile, loader: Loader) -> LoaderReport:
             loading.unchecked(file.file, f"how {loader} names the modules of {file.architecture} is not known to ckpt")
         else:
             _rules_of(loader, file.file)(file, loading)
-        factor = factor_of(file, loader, loading)
+        factor = _factor_of(file, loader, loading)
     except RejectedError as error:
         loads = False
         loading.used.clear()
@@ -499,3 +500,87 @@ def _simulate(file: AdapterFile, loader: Loader) -> LoaderReport:
         findings=tuple(loading.findings),
         factor=factor,
     )
+
+
+# The scale that a loader applies to each module, beside the one that was meant.
+#
+# Source: ComfyUI, comfy/weight_adapter/lora.py (`calculate_weight`); kohya-ss/sd-scripts, networks/lora.py; diffusers
+# 0.42, utils/peft_utils.py (`get_peft_kwargs`), loaders/lora_conversion_utils.py; peft 0.21, tuners/lora/layer.py.
+
+_PEFT_DEFAULT = 8  # Alpha of a configuration that says none
+
+
+def _factor_of(file: AdapterFile, loader: Loader, loading: Loading) -> float | None:
+    """Say where a loader applies another scale than was meant; return how many times the meant one, of the worst.
+
+    None where it loads no module whose scale is known.
+    """
+    factors = []
+    for module in file.modules:
+        alpha, rank = _numbers(module)
+        if not alpha or not rank or not any(entry.fqn in loading.used for entry in module.factors.values()):
+            continue
+        meant = alpha / (math.sqrt(rank) if module.use_rslora else rank)
+        factor = _applied(module, file, loader, loading) / meant
+        factors.append(factor)
+        if factor and not math.isclose(factor, 1, rel_tol=1e-4):  # of 0 more is said
+            source = module.alpha.source if module.alpha is not None else ""
+            what = (
+                f"{loader} applies {factor:.4g} times the trained change: alpha is {alpha:g} ({source}) for rank "
+                f"{rank}, a scale of {meant:.4g}, and {loader} uses {factor * meant:.4g}"
+            )
+            target = "peft" if loader == "vllm" else loader
+            hint = f"write the scale where {loader} reads it: ckpt export-lora SRC DST --to {target}"
+            loading.misreads(module.target, what, hint)
+    return max(factors, key=_distance, default=None)
+
+
+def _numbers(module: AdapterModule[TensorEntry]) -> tuple[float, int]:
+    """Return alpha and rank; 0 for one that is not known, or scales nothing."""
+    if module.alpha is None or module.rank is None or not family_of(module).is_scaled:
+        return 0, 0
+    return module.alpha.value if math.isfinite(module.alpha.value) else 0, module.rank.value
+
+
+def _distance(factor: float) -> float:
+    return abs(math.log(abs(factor))) if factor and math.isfinite(factor) else math.inf
+
+
+def _applied(module: AdapterModule[TensorEntry], file: AdapterFile, loader: Loader, loading: Loading) -> float:
+    if loader in ("peft", "vllm"):
+        return _configured(file.config or {}, module.target, module)
+    alpha, rank = _numbers(module)
+    own = alpha / rank if _has_tensor(module, loading) else 1.0
+    return own if loader != "diffusers" else own * _in_diffusers(module, file, loading)
+
+
+def _has_tensor(module: AdapterModule[TensorEntry], loading: Loading) -> bool:
+    """Does the loader read the tensor with a module's alpha?"""
+    parts = next(iter(module.factors.values())).fqn.split(".")
+    is_there = any(f"{name}.alpha" in loading.used for name in accumulate(parts, "{}.{}".format))
+    return is_there and module.alpha is not None and module.alpha.source == TENSOR_ALPHA
+
+
+def _in_diffusers(module: AdapterModule[TensorEntry], file: AdapterFile, loading: Loading) -> float:
+    """Return what diffusers multiplies by beside the alpha of a tensor: by its header, else by the alphas of others."""
+    target = next(each for entry in module.factors.values() for each in loading.used.get(entry.fqn, ()))
+    component, _, path = target.partition(".")
+    if component not in COMPONENTS:
+        component, path = component_of(file).removesuffix("."), target
+    config = own_metadata(file, f"{component}.")
+    if config is not None:
+        return _configured(config, path, module)
+    if not loading.spreads_alphas or _has_tensor(module, loading):
+        return 1.0
+    alphas = Counter(_numbers(other)[0] for other in file.modules if _has_tensor(other, loading))
+    return alphas.most_common(1)[0][0] / _numbers(module)[1] if alphas else 1.0
+
+
+def _configured(config: Config, path: str, module: AdapterModule[TensorEntry]) -> float:
+    """Return the scale of PEFT's configuration."""
+    found, alpha = sidecars.by_pattern(config.get("alpha_pattern"), path, where="alpha_pattern")
+    alpha = alpha if found else config.get(family_of(module).alpha_field, _PEFT_DEFAULT)
+    rank = rank_of(config, path)
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+        return math.nan
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
