@@ -23,6 +23,7 @@ from ckpt_tools.adapters.base.tied import HEAD, Pair, refuse_equal, suspects, un
 from ckpt_tools.adapters.ecosystems.peft.config_rules import refuse_carried, refuse_variants
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.integrity import check_structure
+from ckpt_tools.adapters.low_rank import svd_of_product
 from ckpt_tools.adapters.read.opening import LazyAdapter, OpenedAdapter
 from ckpt_tools.adapters.read.sidecars import base_config
 from ckpt_tools.adapters.settings import assumptions, findings_of, settle_parameters, with_alpha
@@ -482,10 +483,8 @@ class Group:
         if self.combining.kind.pruning is None:  # the product of all factors side by side: never a whole matrix
             left = np.concatenate([b * np.float64(w) for b, w in zip(up, weights, strict=True)], axis=1)
             right = np.concatenate(down).astype(np.float64)
-            basis, rest = np.linalg.qr(left)
-            turned, lower = np.linalg.qr(right.T)
-            outer, sizes, inner = np.linalg.svd(rest @ lower.T)
-            a, b = inner[:rank] @ turned.T, basis @ (outer[:, :rank] * sizes[:rank])
+            outer, sizes, inner = svd_of_product(left, right)
+            a, b = inner[:rank], outer[:, :rank] * sizes[:rank]
         else:
             with self.turns:
                 whole = self.combining.mix([b @ a for a, b in zip(down, up, strict=True)], weights, (key,))
