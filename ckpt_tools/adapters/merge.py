@@ -263,7 +263,7 @@ def _edit_bytes(
 
 
 def _notes(adapter: Adapter[TensorEntry], match: BaseMatch, weight: float) -> list[str]:
-    families = sorted({family_of(module).label(module) for module in adapter.modules})
+    families = sorted({family_of(module).kind(module) for module in adapter.modules})
     notes = [f"{len(adapter.modules)} modules ({', '.join(families)}) change {len(match.parts)} tensors"]
     alphas = {
         (m.alpha.value, m.alpha.source) for m in adapter.modules if m.alpha is not None and not family_of(m).is_rotation
@@ -430,7 +430,7 @@ class Group:
         method, where = self.combining.options.combine, modules[0].path
         for module in modules:
             if module.family != "lora" or set(module.factors) not in map(set, _PAIRS) or module.parameter != "weight":
-                what = family_of(module).label(module) + (
+                what = family_of(module).kind(module) + (
                     " with more than two matrices" if len(module.factors) > 2 else ""
                 )
                 what = "stacked experts" if module.parameter != "weight" else what
