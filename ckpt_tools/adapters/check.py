@@ -16,8 +16,16 @@ from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention, Shap
 from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.adapters.architectures.architecture import Architecture, ModelFamily
 from ckpt_tools.adapters.architectures.choose import choose_families, family_named
-from ckpt_tools.adapters.architectures.names import ModulePlace, readings, underscored
-from ckpt_tools.adapters.base.model import BaseModel, adapted_paths, as_named, base_path, parents_of, replicated
+from ckpt_tools.adapters.architectures.names import ModulePlace, readings
+from ckpt_tools.adapters.base.model import (
+    BaseModel,
+    adapted_paths,
+    as_named,
+    base_path,
+    module_finder,
+    parents_of,
+    replicated,
+)
 from ckpt_tools.adapters.base.reading import on_base, read_base
 from ckpt_tools.adapters.ecosystems.diffusers_loader import COMPONENTS, FOREIGN, component_of, own_metadata
 from ckpt_tools.adapters.ecosystems.loader_report import (
@@ -317,8 +325,6 @@ def fold(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 # Are an adapter's modules in the base model, and of the right shape? By the family's names, or by the base's own.
 
-_DOTTED = ("transformer.", "unet.", "diffusion_model.", "model.diffusion_model.")
-_FLAT = re.compile(r"(?:lora_unet|lora_transformer|lycoris)_")
 _ENCODER = re.compile(r"(?:text_encoder(?:_\d)?\.|text_encoders\.|lora_te\d?_)")
 
 
@@ -337,7 +343,7 @@ def check_against(
 
 def _by_own_names(adapter: Adapter[TensorEntry], base: Shapes) -> tuple[list[Finding], list[str]]:
     """Hold an adapter of a family without tables against the names of the base, with what tools put in front."""
-    modules, flat = parents_of(base), underscored(tuple(base))
+    find = module_finder(base)
     findings: list[Finding] = []
     foreign: list[str] = []
     encoders = 0
@@ -345,9 +351,7 @@ def _by_own_names(adapter: Adapter[TensorEntry], base: Shapes) -> tuple[list[Fin
         if _ENCODER.match(module.path):
             encoders += 1
             continue
-        names = [module.path, *(module.path.removeprefix(each) for each in _DOTTED)]
-        names.append(flat.get(_FLAT.sub("", module.path, count=1)) or "")
-        found = next((name for name in names if name in modules), None)
+        found = find(module.path)
         if found is None:
             foreign.append(module.path)
         elif (weight := base.get(f"{found}.{module.parameter}")) is not None:

@@ -20,7 +20,8 @@ from ckpt_tools import api
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
 from ckpt_tools.adapters.architectures import ARCHITECTURES, candidates
 from ckpt_tools.adapters.architectures.choose import model_family_of
-from ckpt_tools.adapters.architectures.names import is_language_model_path, readings, unflatten
+from ckpt_tools.adapters.architectures.names import is_language_model_path, readings
+from ckpt_tools.adapters.base.model import module_finder
 from ckpt_tools.errors import UsageError
 
 
@@ -198,13 +199,10 @@ def test_module_adapted_under_two_names_is_refused() -> None:
         to_target(adapter(modules, "kohya"), "diffusers", architecture="flux1")
 
 
-def test_unflatten_finds_the_one_module_of_the_base_or_refuses() -> None:
-    base = ["model.layers.0.q_proj.weight", "model.layers.0.q_proj.bias", "a_b.c.weight", "a.b_c.weight"]
-    assert unflatten("lora_unet_model_layers_0_q_proj", base) == "model.layers.0.q_proj"
-    with pytest.raises(UsageError, match="two modules"):
-        unflatten("lora_unet_a_b_c", base)
-    with pytest.raises(UsageError, match="does not name a module"):
-        unflatten("lora_unet_other", base)
+def test_flat_names_find_the_one_module_of_the_base() -> None:
+    find = module_finder(["model.layers.0.q_proj.weight", "model.layers.0.q_proj.bias", "a_b.c.weight", "a.b_c.weight"])
+    found = [find(f"lora_unet_{name}") for name in ("model_layers_0_q_proj", "a_b_c", "other")]
+    assert found == ["model.layers.0.q_proj", None, None]
 
 
 def test_sd15_names_are_not_taken_for_sdxl() -> None:

@@ -12,8 +12,7 @@ from ckpt_tools.adapters.adapter import Adapter, F, Fields, Shapes, Sourced, Tar
 from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.adapters.architectures.architecture import ModelFamily
 from ckpt_tools.adapters.architectures.choose import BaseFamily, choose_architectures, family_in_header, rivals_of
-from ckpt_tools.adapters.architectures.names import unflatten
-from ckpt_tools.adapters.base.model import BaseModel, parents_of
+from ckpt_tools.adapters.base.model import BaseModel, module_finder
 from ckpt_tools.adapters.ecosystems.output import Written
 from ckpt_tools.adapters.ecosystems.peft.files import from_one_model
 from ckpt_tools.adapters.families import family_of
@@ -30,27 +29,15 @@ if TYPE_CHECKING:
 
 Weights = Callable[[], AbstractContextManager[tuple[Mapping[str, TensorEntry], TensorReader]]]
 """Lends the base's tensors and their reader."""
-_ROOTS = ("", "diffusion_model.", "model.diffusion_model.", "transformer.", "unet.", "base_model.model.")
-"""What the ecosystems put in front of a model's own module paths."""
 
 
 def under_base_names(adapter: Adapter[F], base: Shapes) -> Adapter[F] | None:
     """Return the adapter with the base's own module paths; None where its modules are called otherwise there."""
-    modules = parents_of(base)
-    for root in _ROOTS:
-        paths = [module.path.removeprefix(root) for module in adapter.modules]
-        if all(module.path.startswith(root) for module in adapter.modules) and modules.issuperset(paths):
-            renamed = zip(adapter.modules, paths, strict=True)
-            return adapter.with_modules(replace(module, path=path) for module, path in renamed)
-    if all("." not in module.path for module in adapter.modules):
-        names = tuple(base)
-        try:
-            return adapter.with_modules(
-                replace(module, path=unflatten(module.path, names)) for module in adapter.modules
-            )
-        except UsageError:
-            return None
-    return None
+    find = module_finder(base)
+    found = {module.path: find(module.path) for module in adapter.modules}
+    if None in found.values() or len(set(found.values())) < len(found):
+        return None
+    return adapter.with_modules(replace(module, path=found[module.path] or "") for module in adapter.modules)
 
 
 def through_diffusers(
