@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from ckpt_tools.adapters.adapter import AdapterModule
 from ckpt_tools.adapters.ecosystems.diffusers_loader import COMPONENTS, component_of, own_metadata
-from ckpt_tools.adapters.ecosystems.loader_report import AdapterFile, Loader, Loading
+from ckpt_tools.adapters.ecosystems.loader_report import EXPORTS, AdapterFile, Loader, Loading
 from ckpt_tools.adapters.ecosystems.peft.config_rules import Config, rank_of
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.read.sidecars import by_pattern
@@ -42,7 +42,7 @@ def factor_of(file: AdapterFile, loader: Loader, loading: Loading) -> float | No
                 f"{loader} applies {factor:.4g} times the trained change: alpha is {alpha:g} ({source}) for rank "
                 f"{rank}, a scale of {meant:.4g}, and {loader} uses {factor * meant:.4g}"
             )
-            target = "peft" if loader == "vllm" else loader
+            target = EXPORTS.get(loader, loader)
             hint = f"write the scale where {loader} reads it: ckpt export-lora SRC DST --to {target}"
             loading.misreads(module.target, what, hint)
     return max(factors, key=_distance, default=None)
@@ -62,6 +62,9 @@ def _distance(factor: float) -> float:
 def _applied(module: Module, file: AdapterFile, loader: Loader, loading: Loading) -> float:
     if loader in ("peft", "vllm"):
         return _configured(file.config or {}, module.target, module)
+    if loader == "sglang":  # which has one scale for all, and no rsLoRA
+        plain = {key: value for key, value in (file.config or {}).items() if key in ("r", "lora_alpha")}
+        return _configured(plain, module.target, module)
     alpha, rank = _numbers(module)
     own = alpha / rank if _has_tensor(module, loading) else 1.0
     return own if loader != "diffusers" else own * _in_diffusers(module, file, loading)
