@@ -30,6 +30,7 @@ from ckpt_tools.adapters.base.reading import on_base, read_base
 from ckpt_tools.adapters.ecosystems.diffusers_loader import COMPONENTS, FOREIGN, component_of, own_metadata
 from ckpt_tools.adapters.ecosystems.loader_report import (
     APART,
+    EXPORTS,
     NEEDS_BASE,
     AdapterFile,
     Loader,
@@ -191,7 +192,8 @@ def _check(
         run.not_checked.append("the modules' names and shapes in the base model (--base)")
     elif adapter.convention != "gguf":
         found, not_checked = check_against(adapter, base, family)
-        run.findings += found
+        # SGLang looks at a path's end alone, and its rules compare that with the base.
+        run.findings += (each for each in found if wanted != ("sglang",) or each.code != "adapter-unmatched")
         run.not_checked += not_checked
     run.not_checked += [
         f"{each.text} (assumed by the export that wrote this file). Otherwise: {each.otherwise}"
@@ -234,7 +236,7 @@ def _check(
 
 def _say_training(adapter: Adapter[TensorEntry], path: str, wanted: Sequence[Loader], run: _CheckRun) -> None:
     what = "no loader reads a training checkpoint: export the adapter first"
-    hint = "ckpt export-lora SRC DST --to " + (next((APART.get(x, x) for x in wanted if x != "vllm"), "peft"))
+    hint = "ckpt export-lora SRC DST --to " + next((EXPORTS.get(each, each) for each in wanted), "peft")
     if adapter.convention == "trainer":  # whose rows have another order
         hint += " --base DIR"
     if wanted:
@@ -426,7 +428,9 @@ LOADERS: Mapping[Loader, str] = {
     "diffusers": "diffusers_loader:load",
     "comfyui": "loaders:load_in_comfyui",
     "kohya": "loaders:load_in_kohya",
+    "invokeai": "loaders:load_in_invokeai",
     "vllm": "loaders:load_in_vllm",
+    "sglang": "loaders:load_in_sglang",
     "llama.cpp": "gguf_mlx:load_in_llama_cpp",
     "mlx": "gguf_mlx:load_in_mlx",
 }
@@ -448,7 +452,7 @@ def _is_unknown(file: AdapterFile, loader: Loader) -> bool:
     if family is None or family.is_known_elsewhere:
         return False
     is_foreign = loader == "diffusers" and any(name.startswith((*FOREIGN, ROOT)) for name in file.tensors)
-    return is_foreign or loader in ("comfyui", "kohya")
+    return is_foreign or loader in ("comfyui", "kohya", "invokeai")
 
 
 def simulate(file: AdapterFile, loader: Loader, families: Sequence[ModelFamily] = ()) -> LoaderReport:
@@ -465,10 +469,10 @@ def simulate(file: AdapterFile, loader: Loader, families: Sequence[ModelFamily] 
 
 def _simulate(file: AdapterFile, loader: Loader) -> LoaderReport:
     loading = Loading()
-    target = APART.get(loader) or ("peft" if loader == "vllm" or file.architecture == "llm" else loader)
+    target = APART.get(loader) or ("peft" if file.architecture == "llm" else EXPORTS.get(loader, loader))
     hint = f"ckpt export-lora SRC DST --to {target}"
-    if loader == "vllm":
-        hint += "; to use what vLLM does not support, merge it into the base: ckpt merge-lora"
+    if loader in ("vllm", "sglang"):
+        hint += f"; to use what {loader} does not support, merge it into the base: ckpt merge-lora"
     loads: bool | None = True
     factor = None
     try:
@@ -533,7 +537,7 @@ def _factor_of(file: AdapterFile, loader: Loader, loading: Loading) -> float | N
                 f"{loader} applies {factor:.4g} times the trained change: alpha is {alpha:g} ({source}) for rank "
                 f"{rank}, a scale of {meant:.4g}, and {loader} uses {factor * meant:.4g}"
             )
-            target = "peft" if loader == "vllm" else loader
+            target = EXPORTS.get(loader, loader)
             hint = f"write the scale where {loader} reads it: ckpt export-lora SRC DST --to {target}"
             loading.misreads(module.target, what, hint)
     return max(factors, key=_distance, default=None)
@@ -553,6 +557,9 @@ def _distance(factor: float) -> float:
 def _applied(module: AdapterModule[TensorEntry], file: AdapterFile, loader: Loader, loading: Loading) -> float:
     if loader in ("peft", "vllm"):
         return _configured(file.config or {}, module.target, module)
+    if loader == "sglang":  # which has one scale for all, and no rsLoRA
+        plain = {key: value for key, value in (file.config or {}).items() if key in ("r", "lora_alpha")}
+        return _configured(plain, module.target, module)
     alpha, rank = _numbers(module)
     own = alpha / rank if _has_tensor(module, loading) else 1.0
     return own if loader != "diffusers" else own * _in_diffusers(module, file, loading)

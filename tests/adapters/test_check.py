@@ -453,7 +453,9 @@ def test_image_loaders_have_nothing_to_say_to_a_language_model(tmp_path: Path) -
         "diffusers": (False, False),
         "comfyui": (True, False),
         "kohya": (True, False),
+        "invokeai": (False, False),
         "vllm": (True, True),
+        "sglang": (None, True),
     }
     hints = {finding.hint for report in result.loaders for finding in report.findings if finding.severity == "error"}
     assert hints == {"ckpt export-lora SRC DST --to peft"}  # not to an ecosystem that has no names for it
