@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from adapters.maths import apply, cayley, change_of, delta, new_weight, rotate_inputs_by_butterfly, scale_of
-from adapters.peft_world import Zoo, adapt, modules_of, settings_of
+from adapters.peft_world import Zoo, adapt, modules_of, randomise, settings_of
 from torch import nn
 
 from ckpt_tools.adapters.adapter import AdapterModule, Sourced
@@ -185,11 +185,7 @@ def lycoris_module(kind, base, **options):
         "diag-oft": kinds.diag_oft.DiagOFTModule, "boft": kinds.boft.ButterflyOFTModule,
     }  # fmt: skip
     module = classes[kind]("x", base, **options)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            around = 1.0 if name in ("rescale", "dora_scale") else 0.0
-            parameter.copy_(around + 0.3 * torch.randn(parameter.shape, generator=generator))
+    randomise(module, lambda _: True, seed=3)
     return module
 
 

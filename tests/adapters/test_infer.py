@@ -143,11 +143,22 @@ def test_alpha_is_written_as_a_whole_number_where_it_is_one(tmp_path):
     assert config_of(pairs({"m.q": 4}), tmp_path, alpha=0.5, overwrite=True)["lora_alpha"] == 0.5
 
 
-def test_task_type_comes_from_the_base_s_architecture(tmp_path):
+@pytest.mark.parametrize(
+    ("config", "task"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "CAUSAL_LM"),
+        ({"architectures": ["BertForSequenceClassification"]}, "SEQ_CLS"),
+        # With a task type PEFT's forward would give it input_ids.
+        ({"architectures": ["Wav2Vec2ForSequenceClassification"], "conv_dim": [8]}, None),
+    ],
+)
+def test_task_type_comes_from_the_base_s_architecture(config, task, tmp_path):
+    head = torch.ones(2, 6)
     (tmp_path / "base").mkdir()
-    write({"m.q.weight": torch.ones(6, 8)}, tmp_path / "base" / "model.safetensors")
-    (tmp_path / "base" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    assert config_of(pairs({"m.q": 4}), tmp_path, alpha=8, base=tmp_path / "base")["task_type"] == "CAUSAL_LM"
+    write({"m.q.weight": torch.ones(6, 8), "classifier.weight": head}, tmp_path / "base" / "model.safetensors")
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    tensors = pairs({"m.q": 4}) | {"base_model.model.classifier.weight": head}
+    assert config_of(tensors, tmp_path, alpha=8, base=tmp_path / "base")["task_type"] == task
 
 
 @pytest.mark.parametrize(
