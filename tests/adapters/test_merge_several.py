@@ -9,7 +9,7 @@ import pytest
 import torch
 from adapters.families import save_dcp
 from adapters.peft_world import randomise
-from adapters.test_merge import llama, pair, save_model, tensors_of, write_adapter, write_base
+from adapters.test_merge import llama, loras, pair, save_model, tensors_of, write_adapter, write_base
 
 from ckpt_tools import api
 from ckpt_tools.cli import main
@@ -92,10 +92,7 @@ def test_every_method_gives_what_peft_gives(tmp_path, case):
 
 def test_svd_of_a_rank_above_what_the_weight_can_have_is_the_sum(tmp_path):
     base = write_base(tmp_path / "base", {"m.x.weight": torch.randn(4, 30)})
-    factors = [
-        dict(zip(("m.x.lora_A.weight", "m.x.lora_B.weight"), pair(4, 30, seed, r=6), strict=True)) for seed in (1, 2)
-    ]
-    paths = [write_adapter(tmp_path / name, each, r=6) for name, each in zip("ab", factors, strict=True)]
+    paths = [write_adapter(tmp_path / f"{seed}", loras({"m.x": pair(4, 30, seed, r=6)}), r=6) for seed in (1, 2)]
     api.merge_lora(base, paths, tmp_path / "sum")
     api.merge_lora(base, paths, tmp_path / "svd", combine="svd", svd_rank=8)
     found, expected = (tensors_of(tmp_path / name)["m.x.weight"] for name in ("svd", "sum"))
