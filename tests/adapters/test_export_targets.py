@@ -237,16 +237,9 @@ def factors():
 
 @pytest.fixture(scope="module")
 def source(factors, tmp_path_factory):
-    path = tmp_path_factory.mktemp("source")
-    tensors = {
-        f"base_model.model.{module}.lora_{side}.weight": factor
-        for module, pair in factors.items()
-        for side, factor in zip("AB", pair, strict=True)
-    }
-    save_file(tensors, path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": sorted(factors)}
-    (path / "adapter_config.json").write_text(json.dumps(config))
-    return path
+    config = {"r": RANK, "lora_alpha": ALPHA, "target_modules": sorted(factors)}
+    tensors = families.loras(factors, "base_model.model.")
+    return families.write_peft(tmp_path_factory.mktemp("source"), tensors, **config)
 
 
 def in_peft(factors):

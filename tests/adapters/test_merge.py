@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import toys
-from adapters.families import save_dcp
+from adapters.families import loras, save_dcp, write_peft
 from adapters.peft_world import randomise
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -246,13 +246,8 @@ def test_trainer_checkpoint_loses_its_optimizer_and_says_so(tmp_path):
 
 
 def write_adapter(path, factors, **config):
-    path.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {f"base_model.model.{name}": t.contiguous() for name, t in factors.items()}, path / "adapter_model.safetensors"
-    )
-    fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, "target_modules": ["x"], "bias": "none"} | config
-    (path / "adapter_config.json").write_text(json.dumps(fields))
-    return path
+    fields = {"r": 2, "lora_alpha": 3, "target_modules": ["x"], "bias": "none"} | config
+    return write_peft(path, {f"base_model.model.{name}": factor for name, factor in factors.items()}, **fields)
 
 
 def write_base(path, tensors):
@@ -264,11 +259,6 @@ def write_base(path, tensors):
 def pair(out, columns, seed=0, r=2):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(r, columns, generator=generator), torch.randn(out, r, generator=generator)
-
-
-def loras(pairs):
-    """The factors of LoRAs: module → (A, B)."""
-    return {f"{path}.lora_{side}.weight": ab[i] for path, ab in pairs.items() for i, side in enumerate("AB")}
 
 
 def test_split_adapter_merges_into_fused_base(tmp_path):

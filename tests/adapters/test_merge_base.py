@@ -10,13 +10,12 @@ import pytest
 import torch
 import toys
 import transformers
-from adapters.families import save_dcp
+from adapters.families import loras, save_dcp
 from adapters.peft_world import randomise
 from adapters.test_merge import (
     adapt,
     assert_merged,
     llama,
-    loras,
     pair,
     save_model,
     tensors_of,

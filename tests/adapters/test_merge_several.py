@@ -7,9 +7,9 @@ import warnings
 
 import pytest
 import torch
-from adapters.families import save_dcp
+from adapters.families import loras, save_dcp
 from adapters.peft_world import randomise
-from adapters.test_merge import llama, loras, pair, save_model, tensors_of, write_adapter, write_base
+from adapters.test_merge import llama, pair, save_model, tensors_of, write_adapter, write_base
 
 from ckpt_tools import api
 from ckpt_tools.cli import main
