@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from functools import cache
 from pathlib import Path
 
 from finding_codes import error_codes, finding_codes
@@ -34,6 +35,7 @@ def table() -> dict[str, dict[str, list[str]]]:
     return tomllib.loads(Path(__file__).with_name("findings.toml").read_text(encoding="utf-8"))
 
 
+@cache
 def codes() -> dict[str, set[str]]:
     """Code of a finding that is neither a diagnosis nor a rule → its severities."""
     from ckpt_tools.errors import UnsupportedError

@@ -9,18 +9,28 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
+from itertools import accumulate
 from typing import Literal
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention, Shapes, Sourced
 from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.adapters.architectures.architecture import Architecture, ModelFamily
 from ckpt_tools.adapters.architectures.choose import choose_families, family_named
-from ckpt_tools.adapters.architectures.names import ModulePlace, readings, underscored
-from ckpt_tools.adapters.base.model import BaseModel, adapted_paths, as_named, base_path, parents_of, replicated
+from ckpt_tools.adapters.architectures.names import ModulePlace, readings
+from ckpt_tools.adapters.base.model import (
+    BaseModel,
+    adapted_paths,
+    as_named,
+    base_path,
+    module_finder,
+    parents_of,
+    replicated,
+)
 from ckpt_tools.adapters.base.reading import on_base, read_base
-from ckpt_tools.adapters.ecosystems.diffusers_loader import FOREIGN
+from ckpt_tools.adapters.ecosystems.diffusers_loader import COMPONENTS, FOREIGN, component_of, own_metadata
 from ckpt_tools.adapters.ecosystems.loader_report import (
     APART,
+    EXPORTS,
     NEEDS_BASE,
     AdapterFile,
     Loader,
@@ -28,13 +38,13 @@ from ckpt_tools.adapters.ecosystems.loader_report import (
     Loading,
     RejectedError,
 )
+from ckpt_tools.adapters.ecosystems.peft.config_rules import Config, rank_of
 from ckpt_tools.adapters.ecosystems.peft.files import ROOT
-from ckpt_tools.adapters.ecosystems.scales import factor_of
 from ckpt_tools.adapters.families import family_of
-from ckpt_tools.adapters.integrity import NUMBER, check_base, check_structure, check_suspicions, check_values, look_at
+from ckpt_tools.adapters.integrity import NUMBER, check_adapter, check_base
 from ckpt_tools.adapters.read import sidecars
 from ckpt_tools.adapters.read.opening import BUNDLED, OpenedAdapter, TensorReader, UnknownTypeError, read_adapter
-from ckpt_tools.adapters.settings import assumed_before
+from ckpt_tools.adapters.settings import TENSOR_ALPHA, assumed_before
 from ckpt_tools.checkpoint.entries import Finding, TensorEntry
 from ckpt_tools.checkpoint.identity import Identity
 from ckpt_tools.errors import UsageError
@@ -175,13 +185,15 @@ def _check(
     families: tuple[ModelFamily, ...],
     wanted: tuple[Loader, ...],
 ) -> LoraCheck:
-    adapter, run = read.adapter, _CheckRun(list(_check_tensors(read)), [])
+    adapter = read.adapter
+    run = _CheckRun(list(check_adapter(adapter, read=TensorReader(read.opened).read)), [])
     family = families[0] if len(families) == 1 else None
     if base is None:
         run.not_checked.append("the modules' names and shapes in the base model (--base)")
     elif adapter.convention != "gguf":
         found, not_checked = check_against(adapter, base, family)
-        run.findings += found
+        # SGLang looks at a path's end alone, and its rules compare that with the base.
+        run.findings += (each for each in found if wanted != ("sglang",) or each.code != "adapter-unmatched")
         run.not_checked += not_checked
     run.not_checked += [
         f"{each.text} (assumed by the export that wrote this file). Otherwise: {each.otherwise}"
@@ -222,24 +234,9 @@ def _check(
     )
 
 
-def _check_tensors(read: OpenedAdapter) -> Iterator[Finding]:
-    """Yield what the adapter's own headers and values tell."""
-    adapter, reader = read.adapter, TensorReader(read.opened)
-    yield from check_structure(adapter)
-    entries = {entry.fqn: entry for module in adapter.modules for entry in module.factors.values()}
-    seen = {name: look_at(reader.read(each), each.dtype) if each.num_elems else None for name, each in entries.items()}
-    table = {
-        (number, role): seen[entry.fqn]
-        for number, module in enumerate(adapter.modules)
-        for role, entry in module.factors.items()
-    }
-    yield from check_values(adapter, table)
-    yield from check_suspicions(adapter, table)
-
-
 def _say_training(adapter: Adapter[TensorEntry], path: str, wanted: Sequence[Loader], run: _CheckRun) -> None:
     what = "no loader reads a training checkpoint: export the adapter first"
-    hint = "ckpt export-lora SRC DST --to " + (next((APART.get(x, x) for x in wanted if x != "vllm"), "peft"))
+    hint = "ckpt export-lora SRC DST --to " + next((EXPORTS.get(each, each) for each in wanted), "peft")
     if adapter.convention == "trainer":  # whose rows have another order
         hint += " --base DIR"
     if wanted:
@@ -330,8 +327,6 @@ def fold(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 # Are an adapter's modules in the base model, and of the right shape? By the family's names, or by the base's own.
 
-_DOTTED = ("transformer.", "unet.", "diffusion_model.", "model.diffusion_model.")
-_FLAT = re.compile(r"(?:lora_unet|lora_transformer|lycoris)_")
 _ENCODER = re.compile(r"(?:text_encoder(?:_\d)?\.|text_encoders\.|lora_te\d?_)")
 
 
@@ -350,7 +345,7 @@ def check_against(
 
 def _by_own_names(adapter: Adapter[TensorEntry], base: Shapes) -> tuple[list[Finding], list[str]]:
     """Hold an adapter of a family without tables against the names of the base, with what tools put in front."""
-    modules, flat = parents_of(base), underscored(tuple(base))
+    find = module_finder(base)
     findings: list[Finding] = []
     foreign: list[str] = []
     encoders = 0
@@ -358,9 +353,7 @@ def _by_own_names(adapter: Adapter[TensorEntry], base: Shapes) -> tuple[list[Fin
         if _ENCODER.match(module.path):
             encoders += 1
             continue
-        names = [module.path, *(module.path.removeprefix(each) for each in _DOTTED)]
-        names.append(flat.get(_FLAT.sub("", module.path, count=1)) or "")
-        found = next((name for name in names if name in modules), None)
+        found = find(module.path)
         if found is None:
             foreign.append(module.path)
         elif (weight := base.get(f"{found}.{module.parameter}")) is not None:
@@ -435,7 +428,9 @@ LOADERS: Mapping[Loader, str] = {
     "diffusers": "diffusers_loader:load",
     "comfyui": "loaders:load_in_comfyui",
     "kohya": "loaders:load_in_kohya",
+    "invokeai": "loaders:load_in_invokeai",
     "vllm": "loaders:load_in_vllm",
+    "sglang": "loaders:load_in_sglang",
     "llama.cpp": "gguf_mlx:load_in_llama_cpp",
     "mlx": "gguf_mlx:load_in_mlx",
 }
@@ -457,7 +452,7 @@ def _is_unknown(file: AdapterFile, loader: Loader) -> bool:
     if family is None or family.is_known_elsewhere:
         return False
     is_foreign = loader == "diffusers" and any(name.startswith((*FOREIGN, ROOT)) for name in file.tensors)
-    return is_foreign or loader in ("comfyui", "kohya")
+    return is_foreign or loader in ("comfyui", "kohya", "invokeai")
 
 
 def simulate(file: AdapterFile, loader: Loader, families: Sequence[ModelFamily] = ()) -> LoaderReport:
@@ -474,10 +469,10 @@ def simulate(file: AdapterFile, loader: Loader, families: Sequence[ModelFamily] 
 
 def _simulate(file: AdapterFile, loader: Loader) -> LoaderReport:
     loading = Loading()
-    target = APART.get(loader) or ("peft" if loader == "vllm" or file.architecture == "llm" else loader)
+    target = APART.get(loader) or ("peft" if file.architecture == "llm" else EXPORTS.get(loader, loader))
     hint = f"ckpt export-lora SRC DST --to {target}"
-    if loader == "vllm":
-        hint += "; to use what vLLM does not support, merge it into the base: ckpt merge-lora"
+    if loader in ("vllm", "sglang"):
+        hint += f"; to use what {loader} does not support, merge it into the base: ckpt merge-lora"
     loads: bool | None = True
     factor = None
     try:
@@ -485,7 +480,7 @@ def _simulate(file: AdapterFile, loader: Loader) -> LoaderReport:
             loading.unchecked(file.file, f"how {loader} names the modules of {file.architecture} is not known to ckpt")
         else:
             _rules_of(loader, file.file)(file, loading)
-        factor = factor_of(file, loader, loading)
+        factor = _factor_of(file, loader, loading)
     except RejectedError as error:
         loads = False
         loading.used.clear()
@@ -513,3 +508,90 @@ def _simulate(file: AdapterFile, loader: Loader) -> LoaderReport:
         findings=tuple(loading.findings),
         factor=factor,
     )
+
+
+# The scale that a loader applies to each module, beside the one that was meant.
+#
+# Source: ComfyUI, comfy/weight_adapter/lora.py (`calculate_weight`); kohya-ss/sd-scripts, networks/lora.py; diffusers
+# 0.42, utils/peft_utils.py (`get_peft_kwargs`), loaders/lora_conversion_utils.py; peft 0.21, tuners/lora/layer.py.
+
+_PEFT_DEFAULT = 8  # Alpha of a configuration that says none
+
+
+def _factor_of(file: AdapterFile, loader: Loader, loading: Loading) -> float | None:
+    """Say where a loader applies another scale than was meant; return how many times the meant one, of the worst.
+
+    None where it loads no module whose scale is known.
+    """
+    factors = []
+    for module in file.modules:
+        alpha, rank = _numbers(module)
+        if not alpha or not rank or not any(entry.fqn in loading.used for entry in module.factors.values()):
+            continue
+        meant = alpha / (math.sqrt(rank) if module.use_rslora else rank)
+        factor = _applied(module, file, loader, loading) / meant
+        factors.append(factor)
+        if factor and not math.isclose(factor, 1, rel_tol=1e-4):  # of 0 more is said
+            source = module.alpha.source if module.alpha is not None else ""
+            what = (
+                f"{loader} applies {factor:.4g} times the trained change: alpha is {alpha:g} ({source}) for rank "
+                f"{rank}, a scale of {meant:.4g}, and {loader} uses {factor * meant:.4g}"
+            )
+            target = EXPORTS.get(loader, loader)
+            hint = f"write the scale where {loader} reads it: ckpt export-lora SRC DST --to {target}"
+            loading.misreads(module.target, what, hint)
+    return max(factors, key=_distance, default=None)
+
+
+def _numbers(module: AdapterModule[TensorEntry]) -> tuple[float, int]:
+    """Return alpha and rank; 0 for one that is not known, or scales nothing."""
+    if module.alpha is None or module.rank is None or not family_of(module).is_scaled:
+        return 0, 0
+    return module.alpha.value if math.isfinite(module.alpha.value) else 0, module.rank.value
+
+
+def _distance(factor: float) -> float:
+    return abs(math.log(abs(factor))) if factor and math.isfinite(factor) else math.inf
+
+
+def _applied(module: AdapterModule[TensorEntry], file: AdapterFile, loader: Loader, loading: Loading) -> float:
+    if loader in ("peft", "vllm"):
+        return _configured(file.config or {}, module.target, module)
+    if loader == "sglang":  # which has one scale for all, and no rsLoRA
+        plain = {key: value for key, value in (file.config or {}).items() if key in ("r", "lora_alpha")}
+        return _configured(plain, module.target, module)
+    alpha, rank = _numbers(module)
+    own = alpha / rank if _has_tensor(module, loading) else 1.0
+    return own if loader != "diffusers" else own * _in_diffusers(module, file, loading)
+
+
+def _has_tensor(module: AdapterModule[TensorEntry], loading: Loading) -> bool:
+    """Does the loader read the tensor with a module's alpha?"""
+    parts = next(iter(module.factors.values())).fqn.split(".")
+    is_there = any(f"{name}.alpha" in loading.used for name in accumulate(parts, "{}.{}".format))
+    return is_there and module.alpha is not None and module.alpha.source == TENSOR_ALPHA
+
+
+def _in_diffusers(module: AdapterModule[TensorEntry], file: AdapterFile, loading: Loading) -> float:
+    """Return what diffusers multiplies by beside the alpha of a tensor: by its header, else by the alphas of others."""
+    target = next(each for entry in module.factors.values() for each in loading.used.get(entry.fqn, ()))
+    component, _, path = target.partition(".")
+    if component not in COMPONENTS:
+        component, path = component_of(file).removesuffix("."), target
+    config = own_metadata(file, f"{component}.")
+    if config is not None:
+        return _configured(config, path, module)
+    if not loading.spreads_alphas or _has_tensor(module, loading):
+        return 1.0
+    alphas = Counter(_numbers(other)[0] for other in file.modules if _has_tensor(other, loading))
+    return alphas.most_common(1)[0][0] / _numbers(module)[1] if alphas else 1.0
+
+
+def _configured(config: Config, path: str, module: AdapterModule[TensorEntry]) -> float:
+    """Return the scale of PEFT's configuration."""
+    found, alpha = sidecars.by_pattern(config.get("alpha_pattern"), path, where="alpha_pattern")
+    alpha = alpha if found else config.get(family_of(module).alpha_field, _PEFT_DEFAULT)
+    rank = rank_of(config, path)
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+        return math.nan
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -18,7 +18,7 @@ from ckpt_tools.adapters.architectures.choose import family_named, is_native
 from ckpt_tools.adapters.base.model import BaseModel, refuse_trainers_names
 from ckpt_tools.adapters.base.reading import base_of, on_base
 from ckpt_tools.adapters.ecosystems import to_target
-from ckpt_tools.adapters.ecosystems.output import Item, Output, staged, with_training, write
+from ckpt_tools.adapters.ecosystems.output import Item, Output, conversion_of, staged, with_training, write
 from ckpt_tools.adapters.ecosystems.peft import config_rules as rules
 from ckpt_tools.adapters.ecosystems.peft.files import config_text, from_one_model, peft_names, renested
 from ckpt_tools.adapters.ecosystems.peft.infer_config import infer_config, live_settings, parse_overrides
@@ -35,19 +35,17 @@ from ckpt_tools.checkpoint.formats.table import check_replaceable
 from ckpt_tools.checkpoint.transform import plain_names
 from ckpt_tools.convert.job import DTYPES, Conversion, check_separate
 from ckpt_tools.errors import UsageError
-from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.options import takes
 from ckpt_tools.options.adapters import ExportOptions
 from ckpt_tools.results import CheckedResult, as_json
 from ckpt_tools.storage.run_leases import leased
-from ckpt_tools.storage.staging import check_destination, check_space
+from ckpt_tools.storage.staging import check_destination
 from ckpt_tools.text import escape_name
 
 if TYPE_CHECKING:
     from ckpt_tools.transfer.arrays import Array
 
 _NOTHING = Output(file="", items=(), metadata={}, documents={})
-_BASE_BYTES = 64 << 20  # Of the interpreter and the modules, in estimates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -268,7 +266,6 @@ def _for_others(run: _ExportRun, adapter: Adapter[Factor], to: Target) -> tuple[
         notes=run.notes,
     )
     run.notes += written.notes
-    run.notes += to_target.error_notes(written.errors)
     items = [_item(run, name, tensor, tuple(tensor.shape)) for name, tensor in written.tensors.items()]
     output = Output(file=written.file, items=items, metadata=written.metadata, documents=written.documents)
     return with_training(output, run.read.opened.metadata) if to in ("kohya", "comfyui") else output, known
@@ -299,8 +296,7 @@ def _publish(run: _ExportRun, adapter: Adapter[Factor], output: Output, config: 
         if advance is not None:
             advance(item.entry.nbytes)
 
-    check_space(sum(nbytes for _, nbytes in output.sizes()), destination)
-    with staged(destination, overwrite=run.options.overwrite) as staging:
+    with staged(destination, output, overwrite=run.options.overwrite) as staging:
         write(output, staging, see=see)
         if values:
             run.findings += check_values(adapter, values)
@@ -314,27 +310,10 @@ def _publish(run: _ExportRun, adapter: Adapter[Factor], output: Output, config: 
 
 
 def _export(run: _ExportRun, output: Output, config: Fields, *, published: bool = False) -> Export:
-    dry_run = run.options.dry_run
-    files = output.sizes() if output.items and (published or dry_run) else ()
-    written = sum(nbytes for _, nbytes in files)
-    opened = run.read.opened
-    largest = max((item.entry.nbytes for item in output.items), default=0)
+    where, dry_run, notes = os.fspath(run.options.destination), run.options.dry_run, run.notes
     return Export(
-        conversion=Conversion(
-            source=opened.source.root,
-            destination=os.fspath(run.options.destination),
-            num_tensors=len(output.items),
-            bytes_read=run.reader.bytes_read,
-            bytes_written=written,
-            seconds=time.monotonic() - run.start,
-            peak_rss_bytes=_BASE_BYTES + 2 * largest if dry_run else peak_rss_bytes(),
-            files=files,
-            verified=published and run.reader.ledger.is_whole,
-            checked=run.reader.ledger.checked if published else {},
-            notes=tuple(run.notes),
-            not_checked=run.reader.ledger.not_checked,
-            dry_run=dry_run,
-            published=published,
+        conversion=conversion_of(
+            output, run.read.opened, run.reader, where, run.start, notes, dry_run=dry_run, published=published
         ),
         config=config,
         findings=tuple(run.findings),

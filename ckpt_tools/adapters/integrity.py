@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -90,17 +90,27 @@ _TRUNCATED_HINT = (
 )
 
 
-def check_adapter(adapter: Adapter[F], *, repairs: bool = False) -> Iterator[Finding]:
-    """Yield everything that is wrong with an adapter; with `repairs`, wrong names alone are only warnings."""
+def check_adapter(
+    adapter: Adapter[F], *, repairs: bool = False, read: Callable[[TensorEntry], memoryview] | None = None
+) -> Iterator[Finding]:
+    """Yield everything that is wrong with an adapter; with `repairs`, wrong names alone are only warnings.
+
+    Of factors that are not loaded the values count with `read`, which returns bytes. Then, too, what no training leaves
+    behind is said.
+    """
     yield from check_structure(adapter, repairs=repairs)
-    table = {
-        (number, role): _look(factor)
-        for number, module in enumerate(adapter.modules)
-        for role, factor in module.factors.items()
-        if not isinstance(factor, TensorEntry)
-    }
+    seen: dict[str, Values | None] = {}  # what several modules share is read once
+    table = {}
+    for number, module in enumerate(adapter.modules):
+        for role, factor in module.factors.items():
+            if not isinstance(factor, TensorEntry):
+                table[number, role] = _look(factor)
+            elif read is not None:
+                if factor.fqn not in seen:
+                    seen[factor.fqn] = look_at(read(factor), factor.dtype) if factor.num_elems else None
+                table[number, role] = seen[factor.fqn]
     if table:
-        yield from check_values(adapter, table)
+        yield from check_values(adapter, table, is_suspicious=read is not None)
 
 
 def check_structure(adapter: Adapter[F], *, base: Shapes | None = None, repairs: bool = False) -> Iterator[Finding]:
@@ -269,35 +279,39 @@ def _fits(found: Matrix, weight: Shape, *, is_stack: bool) -> bool:
     return found == flat or (len(weight) == 2 and found == flat[::-1])  # GPT-2's Conv1D is (in, out)
 
 
-def check_values(adapter: Adapter[F], table: ValueTable) -> Iterator[Finding]:
-    """Yield what the values tell."""
-    idle: list[AdapterModule[F]] = []
+def check_values(adapter: Adapter[F], table: ValueTable, *, is_suspicious: bool = False) -> Iterator[Finding]:
+    """Yield what the values tell; when `is_suspicious`, also what speaks for a damage that no loader notices."""
+    idle: list[tuple[AdapterModule[F], dict[str, Values]]] = []
+    alive: set[str] = set()
     changing = 0
     adapted = {module.path for module in adapter.modules if not module.is_saved}
     for number, module in enumerate(adapter.modules):
-        seen = {role: table.get((number, role)) for role in module.factors}
+        seen = {role: values for role in module.factors if (values := table.get((number, role))) is not None}
         for role, values in seen.items():
-            if values is not None and not values.is_finite:
+            if not values.is_finite:
                 what = f"factor {role} of {module.path!r} has elements that are infinite or not a number"
                 hint = "the training run diverged: use an earlier checkpoint"
                 yield _finding("adapter-non-finite", f"{module.path} {role}", what, hint)
         if module.is_saved:
             changing += module.path not in adapted  # else an embedding that PEFT saves along with its factors
-            continue
-        if is_idle(module, {role: values for role, values in seen.items() if values is not None}):
-            idle.append(module)
+        elif is_idle(module, seen):
+            idle.append((module, seen))
         else:
             changing += 1
-    if not idle:
-        return
-    where, shown = idle[0].path, first_few([module.path for module in idle])
-    if changing:
+            alive |= {NUMBER.sub("*", module.path)} if seen else set()
+    if idle:
+        where, shown = idle[0][0].path, first_few([module.path for module, _ in idle])
         what = f"{len(idle)} of {len(adapter.modules)} modules change nothing: their factors multiply to 0 ({shown})"
-        yield _finding("adapter-zero", where, what, "they were not trained, or not saved", "warning")
-    else:
-        what = f"the adapter changes nothing: the factors of all {len(idle)} modules multiply to 0 ({shown})"
-        hint = "it was not trained, or its trained values were not saved"
-        yield _finding("adapter-zero", where, what, hint)
+        hint = "they were not trained, or not saved"
+        if not changing:
+            what = f"the adapter changes nothing: the factors of all {len(idle)} modules multiply to 0 ({shown})"
+            hint = "it was not trained, or its trained values were not saved"
+        yield _finding("adapter-zero", where, what, hint, "warning" if changing else "error")
+    if is_suspicious:
+        for module, seen in idle if alive else ():
+            yield from _dead(module, seen, alive)
+        for module in adapter.modules:
+            yield from _scale(module)
 
 
 def is_idle(module: AdapterModule[F], seen: Mapping[str, Values]) -> bool:
@@ -305,33 +319,16 @@ def is_idle(module: AdapterModule[F], seen: Mapping[str, Values]) -> bool:
     return not module.is_dora and family_of(module).is_idle(module.factors, seen)
 
 
-def check_suspicions(adapter: Adapter[F], table: ValueTable) -> Iterator[Finding]:
-    """Yield what speaks for a damage that no loader notices."""
-    yield from _dead(adapter, table)
-    for module in adapter.modules:
-        yield from _scale(module)
-
-
-def _dead(adapter: Adapter[F], table: ValueTable) -> Iterator[Finding]:
-    idle, alive = [], set()
-    for number, module in enumerate(adapter.modules):
-        seen = {role: values for role in module.factors if (values := table.get((number, role))) is not None}
-        if module.is_saved or not seen:
-            continue
-        if not is_idle(module, seen):
-            alive.add(NUMBER.sub("*", module.path))
-        else:
-            is_lost = any(role in _NEVER_ZERO and values.is_zero for role, values in seen.items())
-            idle.append((module.path, is_lost))
-    for path, is_lost in idle if alive else ():
-        if is_lost:
-            what, hint = "a factor that starts with random values is 0", "was the adapter saved completely?"
-        elif NUMBER.sub("*", path) in alive and not _EXPERT.search(path):
-            what = "its factors multiply to 0, and the same module in other layers was trained"
-            hint = "was it saved completely? If this layer was not meant to be trained, leave its tensors out"
-        else:
-            continue
-        yield Finding.error(code="adapter-dead-module", where=path, what=what, hint=hint)
+def _dead(module: AdapterModule[F], seen: Mapping[str, Values], alive: Collection[str]) -> Iterator[Finding]:
+    """Yield that an idle module beside `alive` ones, numbers as *, has lost what was trained."""
+    if any(role in _NEVER_ZERO and values.is_zero for role, values in seen.items()):
+        what, hint = "a factor that starts with random values is 0", "was the adapter saved completely?"
+    elif NUMBER.sub("*", module.path) in alive and not _EXPERT.search(module.path):
+        what = "its factors multiply to 0, and the same module in other layers was trained"
+        hint = "was it saved completely? If this layer was not meant to be trained, leave its tensors out"
+    else:
+        return
+    yield _finding("adapter-dead-module", module.path, what, hint)
 
 
 def _scale(module: AdapterModule[F]) -> Iterator[Finding]:
@@ -344,7 +341,7 @@ def _scale(module: AdapterModule[F]) -> Iterator[Finding]:
     what = "is negative: it subtracts what was trained" if scale < 0 else "is implausible"
     what = f"the scale {scale:g} (alpha {module.alpha.value:g}, {module.alpha.source}) {what}"
     hint = "give the alpha of the training run: ckpt export-lora SRC DST --alpha VALUE"
-    yield Finding.error(code="adapter-alpha", where=module.path, what=what, hint=hint)
+    yield _finding("adapter-alpha", module.path, what, hint)
 
 
 def _dtype(factor: object) -> DType | None:

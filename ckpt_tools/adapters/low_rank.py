@@ -20,6 +20,8 @@ from ckpt_tools.results import CheckedResult, as_json
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ckpt_tools.transfer.arrays import Array
+
 _SPARE = 8  # Columns of a random projection beside those that are wanted
 _SMALL = 256  # Rows up to which all singular vectors are computed
 _ROUNDS = 16  # Of a projection, until all are computed after all
@@ -49,13 +51,13 @@ class RankRule(NamedTuple):
             raise UsageError(f"--threshold must be {limits} for {by}, got {threshold:g}", where="--threshold")
         return cls(most, by, threshold)
 
-    def choose(self, sizes: Tensor, norm: float) -> int:
+    def choose(self, sizes: Tensor | Array, norm: float) -> int:
         """Return the rank by the largest singular values, of a matrix of this norm; by energy all are needed."""
         found, limit = len(sizes), self.threshold * (1 - 1e-9)
         if self.by == "energy":
             found = int((sizes.cumsum(0) < limit * sizes.sum()).sum()) + 1
         elif self.by == "fro":
-            found = int((sizes.square().cumsum(0) < (limit * norm) ** 2).sum()) + 1
+            found = int(((sizes * sizes).cumsum(0) < (limit * norm) ** 2).sum()) + 1
         elif self.by == "ratio":
             found = int((sizes * self.threshold >= sizes[0]).sum())
         return max(1, min(found, self.most, len(sizes)))
@@ -125,6 +127,15 @@ def norm_of(tensor: Tensor) -> float:
 
     parts = torch.split(tensor.reshape(-1), _SLICE)
     return math.sqrt(math.fsum(part.double().square().sum().item() for part in parts))
+
+
+def svd_of_product(left: Array, right: Array) -> tuple[Array, Array, Array]:
+    """Return the singular value decomposition of left·right (float64) by those of their triangles."""
+    import numpy as np
+
+    (outer, upper), (inner, lower) = np.linalg.qr(left), np.linalg.qr(right.T)
+    vectors, sizes, others = np.linalg.svd(upper @ lower.T, full_matrices=False)
+    return outer @ vectors, sizes, others @ inner.T
 
 
 def nearest(matrix: Tensor, rule: RankRule, norm: float) -> tuple[Tensor, Tensor, str]:

@@ -23,6 +23,7 @@ from ckpt_tools.adapters.base.tied import HEAD, Pair, refuse_equal, suspects, un
 from ckpt_tools.adapters.ecosystems.peft.config_rules import refuse_carried, refuse_variants
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.integrity import check_structure
+from ckpt_tools.adapters.low_rank import svd_of_product
 from ckpt_tools.adapters.read.opening import LazyAdapter, OpenedAdapter
 from ckpt_tools.adapters.read.sidecars import base_config
 from ckpt_tools.adapters.settings import assumptions, findings_of, settle_parameters, with_alpha
@@ -262,7 +263,7 @@ def _edit_bytes(
 
 
 def _notes(adapter: Adapter[TensorEntry], match: BaseMatch, weight: float) -> list[str]:
-    families = sorted({family_of(module).label(module) for module in adapter.modules})
+    families = sorted({family_of(module).kind(module) for module in adapter.modules})
     notes = [f"{len(adapter.modules)} modules ({', '.join(families)}) change {len(match.parts)} tensors"]
     alphas = {
         (m.alpha.value, m.alpha.source) for m in adapter.modules if m.alpha is not None and not family_of(m).is_rotation
@@ -429,7 +430,7 @@ class Group:
         method, where = self.combining.options.combine, modules[0].path
         for module in modules:
             if module.family != "lora" or set(module.factors) not in map(set, _PAIRS) or module.parameter != "weight":
-                what = family_of(module).label(module) + (
+                what = family_of(module).kind(module) + (
                     " with more than two matrices" if len(module.factors) > 2 else ""
                 )
                 what = "stacked experts" if module.parameter != "weight" else what
@@ -482,10 +483,8 @@ class Group:
         if self.combining.kind.pruning is None:  # the product of all factors side by side: never a whole matrix
             left = np.concatenate([b * np.float64(w) for b, w in zip(up, weights, strict=True)], axis=1)
             right = np.concatenate(down).astype(np.float64)
-            basis, rest = np.linalg.qr(left)
-            turned, lower = np.linalg.qr(right.T)
-            outer, sizes, inner = np.linalg.svd(rest @ lower.T)
-            a, b = inner[:rank] @ turned.T, basis @ (outer[:, :rank] * sizes[:rank])
+            outer, sizes, inner = svd_of_product(left, right)
+            a, b = inner[:rank], outer[:, :rank] * sizes[:rank]
         else:
             with self.turns:
                 whole = self.combining.mix([b @ a for a, b in zip(down, up, strict=True)], weights, (key,))

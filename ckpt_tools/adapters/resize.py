@@ -12,27 +12,24 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckpt_tools.adapters.adapter import SAVED, TOKENS, Adapter, AdapterModule, Sourced, some_modules
-from ckpt_tools.adapters.ecosystems.output import Item, Output, staged, with_training, write
+from ckpt_tools.adapters.ecosystems.output import Item, Output, conversion_of, staged, with_training, write
 from ckpt_tools.adapters.ecosystems.peft.infer_config import infer_config
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.integrity import check_adapter
-from ckpt_tools.adapters.low_rank import LoraResult, ModuleLoss, RankRule
+from ckpt_tools.adapters.low_rank import LoraResult, ModuleLoss, RankRule, svd_of_product
 from ckpt_tools.adapters.read.opening import OpenedAdapter, TensorReader, load, read_adapter
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, DIFFUSERS_KEY, read_json
 from ckpt_tools.adapters.settings import with_alpha
 from ckpt_tools.checkpoint.dtypes import BY_NAME
 from ckpt_tools.checkpoint.entries import TensorEntry
-from ckpt_tools.convert.job import Conversion, check_separate
+from ckpt_tools.convert.job import check_separate
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.options import takes
 from ckpt_tools.options.adapters import ResizeLoraOptions
-from ckpt_tools.storage.staging import check_destination, check_space
+from ckpt_tools.storage.staging import check_destination
 from ckpt_tools.text import counted, first_few
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ckpt_tools.transfer.arrays import Array
 
 _PAIRS = (("A", "B"), ("A_embedding", "B_embedding"))
@@ -82,23 +79,7 @@ def resize_lora(options: ResizeLoraOptions) -> LoraResult:
     notes += [f"not copied: {first_few(sorted(others))}"] if others else []
     if any(module.is_dora for module in made.modules):
         notes.append("DoRA: the loss is that of B·A; the magnitudes stay")
-    ledger, files = reader.ledger, output.sizes()
-    conversion = Conversion(
-        source=read.opened.source.root,
-        destination=target,
-        num_tensors=len(output.items),
-        bytes_read=reader.bytes_read,
-        bytes_written=sum(nbytes for _, nbytes in files),
-        seconds=time.monotonic() - start,
-        peak_rss_bytes=peak_rss_bytes(),
-        files=files,
-        verified=not options.dry_run and ledger.is_whole,
-        checked={} if options.dry_run else ledger.checked,
-        notes=tuple(notes),
-        not_checked=ledger.not_checked,
-        dry_run=options.dry_run,
-        published=not options.dry_run,
-    )
+    conversion = conversion_of(output, read.opened, reader, target, start, notes, dry_run=options.dry_run)
     return LoraResult(conversion=conversion, modules=losses)
 
 
@@ -120,20 +101,11 @@ def _refuse_others(adapter: Adapter[TensorEntry], rule: RankRule) -> None:
         raise UsageError(what, where="--rank", hint="a higher rank would add zeros alone")
 
 
-def _svd(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the singular value decomposition of up·down by those of their triangles."""
-    import torch
-
-    left, right = torch.linalg.qr(up), torch.linalg.qr(down.T)
-    outer, sizes, inner = torch.linalg.svd(left[1] @ right[1].T)
-    return left[0] @ outer, sizes, inner @ right[0].T
-
-
 def _resized(
     module: AdapterModule[Array], rule: RankRule, asked: str
 ) -> tuple[AdapterModule[Array], ModuleLoss | None]:
     """Return a module with its new factors, and what they lose."""
-    import torch
+    import numpy as np
 
     from ckpt_tools.transfer.arrays import numpy_dtype
 
@@ -141,17 +113,17 @@ def _resized(
         return module, None
     roles = next(pair for pair in _PAIRS if set(pair) <= module.factors.keys())
     stored = [module.factors[role] for role in roles]
-    down, up = (torch.from_numpy(f.reshape(f.shape[0], -1).astype(float)) for f in stored)
-    outer, sizes, inner = _svd(up, down)
-    size, scale = float(sizes.norm()), family_of(module).scale(module)
+    down, up = (f.reshape(f.shape[0], -1).astype(float) for f in stored)
+    outer, sizes, inner = svd_of_product(up, down)
+    size, scale = float(np.linalg.norm(sizes)), family_of(module).scale(module)
     rank, old = rule.choose(sizes, size), len(down)
-    roots = sizes[:rank].sqrt()
+    roots = np.sqrt(sizes[:rank])
     made = [down, up] if rank >= old else [roots[:, None] * inner[:rank], outer[:, :rank] * roots]
     rank = len(made[0])
     kinds = [f.dtype if asked == "keep" else numpy_dtype(BY_NAME[asked.upper()]) for f in stored]
-    new = [f.numpy().astype(kind) for f, kind in zip(made, kinds, strict=True)]
-    b, a = torch.from_numpy(new[1].astype(float)), torch.from_numpy(new[0].astype(float))
-    error = float(_svd(torch.cat((up, -b), 1), torch.cat((down, a)))[1].norm()) * abs(scale)
+    new = [f.astype(kind) for f, kind in zip(made, kinds, strict=True)]
+    lacking = np.concatenate((up, -new[1].astype(float)), 1), np.concatenate((down, new[0].astype(float)))
+    error = float(np.linalg.norm(svd_of_product(*lacking)[1])) * abs(scale)
     loss = ModuleLoss(
         path=module.path,
         rank=rank,
@@ -243,9 +215,7 @@ def _header(header: Mapping[str, str], made: Adapter[Array]) -> dict[str, str]:
 
 def _publish(options: ResizeLoraOptions, output: Output, made: Adapter[Array]) -> None:
     """Write, and read the scales again: a place that says the old one would change every output."""
-    destination = os.fspath(options.destination)
-    check_space(sum(nbytes for _, nbytes in output.sizes()), destination)
-    with staged(destination, overwrite=options.overwrite) as staging:
+    with staged(os.fspath(options.destination), output, overwrite=options.overwrite) as staging:
         write(output, staging, see=lambda _item, _content: None)
         directory = staging.directory
         with read_adapter(directory if output.documents else os.path.join(directory, output.file)) as read:

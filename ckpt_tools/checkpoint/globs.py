@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any
 
 from ckpt_tools.errors import UsageError
 
@@ -25,25 +26,89 @@ def compile_glob(pattern: str) -> re.Pattern[str]:
     """Return the regular expression that `pattern` stands for; use its `fullmatch` on FQNs."""
     # Matching takes at most O(n²) steps per alternative for an FQN of n characters, however many stars the pattern has:
     # FQNs come from files that nobody vouches for.
-    alternatives = dict.fromkeys(_expand_braces(pattern))
+    alternatives = dict.fromkeys(expand_braces(pattern))
     return re.compile("|".join(map(_translate, alternatives)), re.DOTALL)
 
 
+_Node = dict[str | None, Any]  # Component → node; None → (name, key) of the names that end here
+
+
+class NameIndex:
+    """Names by their components: a pattern is looked up where it can match, not among all names."""
+
+    def __init__(self, names: Names) -> None:
+        self.names = names
+        self._root: _Node = {}
+        for key, own in names.items():
+            for name in own:
+                node = self._root
+                for component in name.split("."):
+                    node = node.setdefault(component, {})
+                node.setdefault(None, []).append((name, key))
+
+    @cached_property
+    def own(self) -> NameIndex:
+        """The keys alone, by their own names."""
+        return NameIndex({key: (key,) for key in self.names})
+
+    def find(self, pattern: str, *, modules: bool = False) -> set[str]:
+        """Return the keys of what `pattern` matches, with `modules` also of what lies directly in a module of it."""
+        found: set[str] = set()
+        for alternative in dict.fromkeys(expand_braces(pattern)):
+            head, crosses, _ = alternative.partition("**")
+            nodes = [self._root]
+            for component in head.split(".")[: -1 if crosses else None]:
+                nodes = [child for node in nodes for child in _children(node, component)]
+            if crosses:
+                matches = re.compile(_translate(alternative), re.DOTALL).fullmatch
+                ends = (end for node in nodes for end in _below(node))
+                found |= {key for name, key in ends if matches(name) or (modules and matches(name.rpartition(".")[0]))}
+            else:
+                nodes += [child for node in nodes for part, child in node.items() if part is not None] * modules
+                found |= {key for node in nodes for _, key in node.get(None, ())}
+        return found
+
+
+def _children(node: _Node, component: str) -> list[_Node]:
+    if "*" not in component and "?" not in component:
+        return [node[component]] if component in node else []
+    matches = re.compile(_translate_component(component, open_end=False), re.DOTALL).fullmatch
+    return [child for part, child in node.items() if part is not None and matches(part)]
+
+
+def _below(node: _Node) -> Iterator[tuple[str, str]]:
+    pending = [node]
+    while pending:
+        for part, child in pending.pop().items():
+            if part is None:
+                yield from child
+            else:
+                pending.append(child)
+
+
 def find_named(
-    what: str, pattern: str, names: Names, where: str | None = None, hint: str = "", kind: str = "tensor"
+    what: str,
+    pattern: str,
+    names: Names | NameIndex,
+    where: str | None = None,
+    hint: str = "",
+    kind: str = "tensor",
+    *,
+    modules: bool = False,
 ) -> set[str]:
     """Return the keys of what `pattern` matches by any name; `what` is the option, or the rule, that brought it."""
-    matcher = compile_glob(pattern)
-    if found := {key for key, own in names.items() if any(map(matcher.fullmatch, own))}:
+    index = names if isinstance(names, NameIndex) else NameIndex(names)
+    if found := index.find(pattern, modules=modules):
         return found
-    every = list(dict.fromkeys(name for own in names.values() for name in own))
+    every = list(dict.fromkeys(name for own in index.names.values() for name in own))
     raise UsageError(f"{what} matches no {kind}", where=where, hint=hint or nearest_names(pattern, every))
 
 
 def choose_names(names: Names, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> set[str]:
     """Return the keys of what some `include` glob matches (all, without one), and no `exclude`: at least one."""
-    kept = set().union(*(find_named(f"--include {glob}", glob, names) for glob in include)) if include else {*names}
-    kept -= set().union(*(find_named(f"--exclude {glob}", glob, names) for glob in exclude))
+    index = NameIndex(names if include or exclude else {})
+    kept = set().union(*(find_named(f"--include {glob}", glob, index) for glob in include)) if include else {*names}
+    kept -= set().union(*(find_named(f"--exclude {glob}", glob, index) for glob in exclude))
     if (include or exclude) and not kept:
         given = " and ".join(["--include"] * bool(include) + ["--exclude"] * bool(exclude))
         what = f"{given} leave{'' if ' ' in given else 's'} nothing"
@@ -67,7 +132,7 @@ def nearest_names(pattern: str, fqns: Sequence[str]) -> str:
     return f"the nearest names are {', '.join(tails[tail] for tail in near)}"
 
 
-def _expand_braces(pattern: str) -> list[str]:
+def expand_braces(pattern: str) -> list[str]:
     """Return the patterns without braces that `pattern` stands for; braces may nest."""
     # One frame per open brace: the finished alternatives, and what the running one stands for so far.
     frames: list[tuple[list[str], list[str]]] = [([], [""])]

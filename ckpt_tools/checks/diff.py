@@ -15,13 +15,11 @@ from ckpt_tools.checkpoint.globs import choose_names
 from ckpt_tools.checkpoint.identity import Identity
 from ckpt_tools.checkpoint.quantised_units import find_units
 from ckpt_tools.checkpoint.transform import plain_names
-from ckpt_tools.checks.updates import Update, Updating
+from ckpt_tools.checks.updates import Updating
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.models.output_names import AssetList, Named, Naming, name_known, name_live
 from ckpt_tools.results import CheckedResult
-from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few, natural_order
-from ckpt_tools.transfer.box_bytes import byte_box
 from ckpt_tools.transfer.execute import Progress, scan
 from ckpt_tools.transfer.paired_reader import PairedReader, Reading
 from ckpt_tools.transfer.plan import check_complete
@@ -150,21 +148,19 @@ def diff(
             scan(list(side.values()), opened.source, num_workers=num_workers, progress=progress).digests
             for opened, side in ((a, left), (b, right))
         ]
-        is_tolerant = atol is not None or rtol is not None
-        for fqn in alike:
-            if digests[0][fqn] == digests[1][fqn]:
-                continue
-            sides = (left[fqn], a.source, right[fqn], b.source)
-            is_number = left[fqn].dtype.is_float and fqn not in parts
-            if is_tolerant and is_number:
-                difference = _compare_numbers(*sides, atol or 0.0, rtol or 0.0)
-            else:
-                difference = _compare_bytes(*sides)
-            if difference is not None:
-                update = _update(left[fqn], a, right[fqn], b) if is_number else Update(num_elems=left[fqn].num_elems)
-                if odd := [side for side, sum_ in (("A", update.theirs), ("B", update.ours)) if not isfinite(sum_)]:
-                    difference += f"; {' and '.join(odd)} with NaN, Inf or numbers too large to square"
-                changed[fqn] = Change(fqn=fqn, what=difference, relative=update.relative)
+        differing = [fqn for fqn in alike if digests[0][fqn] != digests[1][fqn]]
+        numbers = {fqn for fqn in differing if left[fqn].dtype.is_float and measures(left[fqn].dtype)} - parts.keys()
+        tolerance = None if atol is None and rtol is None else (atol or 0.0, rtol or 0.0)
+        reading = Reading()
+        seen = {
+            fqn: Updating(right[fqn], PairedReader(left[fqn], a, reading), numbers=fqn in numbers, tolerance=tolerance)
+            for fqn in differing
+        }
+        looks = {fqn: (each,) for fqn, each in seen.items()}
+        scan([right[fqn] for fqn in differing], b.source, num_workers=num_workers, looks=looks)
+        for fqn, each in seen.items():
+            if (what := _describe(each, fqn in numbers and tolerance is not None)) is not None:
+                changed[fqn] = Change(fqn=fqn, what=what, relative=each.update.relative)
     rows: dict[str, Change] = {}
     for change in (changed[fqn] for fqn in ours if fqn in changed):
         weight = parts.get(change.fqn)
@@ -278,57 +274,16 @@ def _resolve(opened: Opened, entries: Mapping[str, TensorEntry], fqns: list[str]
     return resolved
 
 
-def _compare_bytes(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source) -> str:
-    """Say how many elements differ and where the first one is."""
-    import numpy as np
-
-    count, first = 0, None
-    bits = max(8, x.dtype.bits)
-    for (block, left), (_, right) in zip(read_blocks(x, xs), read_blocks(y, ys), strict=True):
-        shape = byte_box(block, x.dtype).sizes
-        unequal = np.frombuffer(left, np.uint8) != np.frombuffer(right, np.uint8)
-        elements = unequal.reshape(-1, bits // 8).any(axis=1)
-        found = int(elements.sum())
-        if found and first is None:
-            sizes = (*shape[:-1], shape[-1] * 8 // bits)
-            position = np.unravel_index(int(elements.argmax()), sizes)
-            scale = bits // x.dtype.bits
-            last = len(block.offsets) - 1
-            first = [
-                offset + int(index) * (scale if dim == last else 1)
-                for dim, (offset, index) in enumerate(zip(block.offsets, position, strict=False))
-            ]
-        count += found
-    if first is None:
-        raise CkptError(f"{x.fqn}: the digests differ but the bytes do not: a source changed meanwhile")
-    return f"values differ in {count:,} of {x.num_elems:,} elements, first at {first}"
-
-
-def _update(x: TensorEntry, one: Opened, y: TensorEntry, other: Opened) -> Update:
-    """Return what lies between `x` and `y`, in float64; nothing where they hold no numbers."""
-    if not measures(x.dtype):
-        return Update(num_elems=x.num_elems)
-    updating = Updating(y, PairedReader(x, one, Reading()))
-    for block, content in read_blocks(y, other.source):
-        updating.see(block, content)
-    updating.finish()
-    return updating.update
-
-
-def _compare_numbers(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source, atol: float, rtol: float) -> str | None:
-    """Compare within a tolerance, in float64; NaNs equal NaNs."""
-    import numpy as np
-
-    from ckpt_tools.transfer.arrays import array_of
-
-    worst, count = 0.0, 0
-    for (_, left), (_, right) in zip(read_blocks(x, xs), read_blocks(y, ys), strict=True):
-        one, other = (array_of(side, x.dtype, (-1,)).astype(np.float64) for side in (left, right))
-        far = ~np.isclose(other, one, rtol=rtol, atol=atol, equal_nan=True)
-        if far.any():
-            count += int(far.sum())
-            with np.errstate(invalid="ignore"):
-                worst = max(worst, float(np.nan_to_num(np.abs(one - other)[far], nan=np.inf, posinf=np.inf).max()))
-    if not count:
-        return None
-    return f"values differ by up to {worst:g} in {count:,} of {x.num_elems:,} elements"
+def _describe(seen: Updating, is_tolerant: bool) -> str | None:
+    """Say by how much two tensors of other digests differ; None where a tolerance takes them for equal."""
+    update = seen.update
+    if seen.first is None:
+        raise CkptError("the digests differ but the bytes do not: a source changed meanwhile", where=seen.fqn)
+    if is_tolerant:
+        if not seen.num_far:
+            return None
+        what = f"values differ by up to {seen.farthest:g} in {seen.num_far:,} of {update.num_elems:,} elements"
+    else:
+        what = f"values differ in {update.num_changed:,} of {update.num_elems:,} elements, first at {[*seen.first]}"
+    odd = [side for side, sum_ in (("A", update.theirs), ("B", update.ours)) if not isfinite(sum_)]
+    return what + f"; {' and '.join(odd)} with NaN, Inf or numbers too large to square" * bool(odd)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 
 from ckpt_tools.cli.streams import occupy_descriptors
@@ -24,6 +25,7 @@ def run() -> None:
     """Entry point of the installed scripts."""
     # A checkpoint is millions of small objects that stay, none in a cycle; to look for cycles took a fifth of the time.
     gc.set_threshold(200_000, 20, 100)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # workers run side by side: numpy makes none of its own
     occupy_descriptors()
     code = main()
     gc.freeze()  # Python looks once more when it ends

@@ -15,7 +15,6 @@ from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.storage.locations import is_remote
 from ckpt_tools.text import counted, escape_name, first_few
 from ckpt_tools.transfer.share_record import MAX_PARTS, find_part
-from ckpt_tools.transfer.threads import one_thread_each
 from ckpt_tools.units import format_size, parse_size
 
 
@@ -54,7 +53,6 @@ def _set_how_to_write(how: RunOptions) -> None:
 
 def convert(call: CommandCall[Conversion], output: OutputOptions, **more: str) -> int:
     """Make the call, and print what was written."""
-    one_thread_each()
     with progress_of(output) as factory:
         result = call(progress=factory, **more)
     print_conversion(result, output)

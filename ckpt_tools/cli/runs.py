@@ -15,7 +15,6 @@ from ckpt_tools.options.output import HtmlOptions, OutputOptions
 from ckpt_tools.runs.manage import PruneResult
 from ckpt_tools.runs.retention import RunCheckpoint
 from ckpt_tools.text import counted, escape_name, first_few
-from ckpt_tools.transfer.threads import one_thread_each
 from ckpt_tools.units import format_number, format_size
 
 _MAX_SHOWN = 100
@@ -23,7 +22,6 @@ _MAX_SHOWN = 100
 
 def run(call: CommandCall[PruneResult], view: HtmlOptions, output: OutputOptions) -> int:
     """Manage the folder, and print what was found and done."""
-    one_thread_each()
     goes_on = call.given.get("once") is False and not call.given["status"]
     if goes_on and (output.json or view.html is not None):
         what = f"--{'json' if output.json else 'html'} needs --once or --status"

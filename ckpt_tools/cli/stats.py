@@ -16,7 +16,6 @@ from ckpt_tools.cli.views import page
 from ckpt_tools.options.check import StatsView
 from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.text import counted, escape_name
-from ckpt_tools.transfer.threads import one_thread_each
 from ckpt_tools.units import format_number, format_size
 
 _MAX_KINDS = 40
@@ -25,7 +24,6 @@ _MAX_SHOWN = 50
 
 def run(call: CommandCall[Stats], view: StatsView, output: OutputOptions) -> int:
     """Measure, and print what stands out, then the figures."""
-    one_thread_each()
     source, against = str(call.given["source"]), call.given.get("against")
     with report_to(view.html, "stats", source, output) as report:
         with progress_of(output) as factory:

@@ -27,7 +27,6 @@ from ckpt_tools.options.check import VerifyView
 from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.runs.folder import checkpoints_in
 from ckpt_tools.text import counted, escape_name
-from ckpt_tools.transfer.threads import one_thread_each
 from ckpt_tools.units import format_size
 
 _MAX_SHOWN = 50
@@ -36,7 +35,6 @@ _MAX_FILES = 12  # Names of unread files in a line; -v shows all
 
 def run(call: CommandCall[Verification], view: VerifyView, output: OutputOptions) -> int:
     """Verify, and print what was found."""
-    one_thread_each()
     source = str(call.given["source"])
     paths = [path for given in (*map(str, view.more), source) for path in checkpoints_in(given) or (given,)]
     for_one = [f"--{name}" for name in ("against", "part", "accept") if call.given.get(name)] + ["--html"] * bool(

@@ -15,7 +15,7 @@ from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME, Origin
 from ckpt_tools.checkpoint.formats.opening import Opened, check_candidates, read_document
 from ckpt_tools.checkpoint.formats.step_layouts import is_part, note_reading
 from ckpt_tools.checkpoint.formats.table import format_of
-from ckpt_tools.checkpoint.globs import find_named
+from ckpt_tools.checkpoint.globs import NameIndex, find_named
 from ckpt_tools.checkpoint.identity import Identity
 from ckpt_tools.checkpoint.layout import Mesh, Placement
 from ckpt_tools.checkpoint.names.foreign import FLAT, FLAT_WAY, origins_of
@@ -375,7 +375,7 @@ def cast_target(
         return checkpoint, []
     kept = kept_by(opened, assets)
     floats = {e.fqn: kept.get(names.get(e.fqn, e.fqn), "") for e in checkpoint.tensors if e.dtype.is_float}
-    shown = shown_names(checkpoint.tensors, names if before is None else before)
+    shown = NameIndex(shown_names(checkpoint.tensors, names if before is None else before))
     chosen: dict[str, str] = {}
     for text, (glob, name) in zip(dtype_for, rules, strict=True):
         found = find_named(f"--dtype-for {text}", glob, shown)

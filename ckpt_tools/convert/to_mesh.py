@@ -11,7 +11,7 @@ from ckpt_tools.checkpoint.entries import Checkpoint, TensorEntry
 from ckpt_tools.checkpoint.formats.dcp_placing import place
 from ckpt_tools.checkpoint.formats.dcp_safetensors import notes_on_loading, place_sharded
 from ckpt_tools.checkpoint.formats.opening import Opened
-from ckpt_tools.checkpoint.globs import Names
+from ckpt_tools.checkpoint.globs import NameIndex, Names
 from ckpt_tools.checkpoint.layout import Layout, Placement, Shard, parse_mesh
 from ckpt_tools.checkpoint.transform import is_optimizer, rename, select, strip_wrappers
 from ckpt_tools.convert.check_names import warn_of_ties
@@ -137,7 +137,8 @@ def _like_parameters(
     states = {entry.fqn for entry in entries if is_optimizer(entry)}
     if not states:
         return {}
-    ruled = set().union(*(rule.find(names) for rule in rules))
+    index = NameIndex(names)
+    ruled = set().union(*(rule.find(index) for rule in rules))
     parameters: dict[str, TensorEntry] = {}
     for entry in entries:
         if entry.fqn not in states:

@@ -23,6 +23,7 @@ from ckpt_tools.fsdp2.internals import (
     UnitState,
     mesh_axes,
     read_states,
+    refuse_off_limits,
     registered_methods,
     shown,
 )
@@ -65,8 +66,9 @@ def audit(
         One finding per thing that is wrong, in the order of the model; codes are diagnosis ids.
 
     Raises:
-        UsageError: There is no such phase.
+        UsageError: There is no such phase, or the call is inside a compiled or transformed function.
     """
+    refuse_off_limits("audit")
     if phase not in PHASES:
         raise UsageError(f"unknown phase {phase!r}", where="audit", hint=f"one of {', '.join(PHASES)}")
     reached = PHASES.index(phase)

@@ -27,9 +27,10 @@ def find_blocks(model: nn.Module, blocks: Blocks = "auto") -> tuple[str, ...]:
     """Return the FQNs of the modules that `blocks` means, children before parents.
 
     "auto" takes what the model itself says may not be split (transformers' and diffusers' `_no_split_modules`), and
-    without that the modules of every list of at least two modules of one class. Left out are modules without
-    parameters, those that write into a list that they are given, and those that share parameters with modules outside
-    of them (tied embeddings): FSDP can only manage these in a unit that contains both, which the root does.
+    without that the modules of every list of at least two modules of one class. A module that several of them contain
+    becomes a unit of its own, or they are left to the root. Left out are modules without parameters, those that write
+    into a list that they are given, and those that share parameters with modules outside of them (tied embeddings):
+    FSDP can only manage these in a unit that contains both, which the root does.
 
     Args:
         model: Not yet sharded.
@@ -51,7 +52,26 @@ def find_blocks(model: nn.Module, blocks: Blocks = "auto") -> tuple[str, ...]:
             if not usable:
                 raise _unusable(owners, modules, wanted, matches)
             found += usable
-    return tuple(sorted(dict.fromkeys(map(_around_wrapped, found)), key=lambda name: -name.count(".")))
+    return _with_shared(model, owners, tuple(dict.fromkeys(map(_around_wrapped, found))))
+
+
+def _with_shared(model: nn.Module, owners: Owners, found: tuple[str, ...]) -> tuple[str, ...]:
+    """Make modules that are in several units units of their own, or leave those to the root; children come first."""
+    paths: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(name)
+    inside = {name: tuple(f"{path}." for path in paths[model.get_submodule(name)]) for name in found}
+    shared: list[str] = []
+    for module, names in paths.items():
+        torn = [unit for unit, below in inside.items() if 0 < sum(n.startswith(below) for n in names) < len(names)]
+        if not torn or names[0] in found or names[0].startswith(tuple(f"{name}." for name in shared)):
+            continue
+        if _problem(owners, module) is None:
+            shared.append(names[0])
+        elif next(module.parameters(recurse=False), None) is not None:
+            return _with_shared(model, owners, tuple(name for name in found if name not in torn))
+    depths = {names[0]: max(name.count(".") for name in names) for names in paths.values()}
+    return tuple(sorted((*shared, *found), key=lambda name: -depths[name]))
 
 
 def _around_wrapped(name: str) -> str:

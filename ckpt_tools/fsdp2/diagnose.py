@@ -151,8 +151,6 @@ def _culprit(case: DiagnosedCase) -> tuple[str, FsdpGroup | None]:
     by_name = {param.fqn: group for group in groups for param in group.params}
     if model is None:
         return "", None
-    if case.seen is not None and case.seen.mixed in by_name:
-        return case.seen.mixed, by_name[case.seen.mixed]
     last = case.stack.calls[-1]
     for line in [line for line in case.stack.lines if line.frame is last.line.frame or not line.is_library][-1:]:
         for tensor in named_tensors(line):

@@ -10,6 +10,7 @@ Source: torch/distributed/fsdp/_fully_shard/_fsdp_state.py, _fsdp_param_group.py
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils.hooks import RemovableHandle
 
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, UsageError
 
 LOGGER = "torch.distributed.fsdp.fully_shard"
 """Name of the logger that tells, at DEBUG, when a group enters and leaves its passes."""
@@ -341,6 +342,9 @@ class GroupEvent:
     without_grad: tuple[str, ...]
     """Trainable parameters that this backward pass has not reached (meaningful in "post_backward")."""
     output: object  # What the module returned (in "post_forward")
+    version: int  # How often its shards were written in place
+    written: tuple[str, ...]
+    """Gathered parameters of which this rank's part is not its shard."""
 
 
 @_guarded
@@ -359,6 +363,8 @@ def read_event(frame: FrameType | None) -> GroupEvent | None:
                 reshards=group.post_forward_mesh_info is not None,
                 without_grad=tuple(_without_grad(group)) if frame.f_code.co_name == "post_backward" else (),
                 output=frame.f_locals.get("output"),
+                version=sum(version_of(local_of(param.sharded_param)) for param in group.fsdp_params),
+                written=tuple(_written(group)),
             )
         frame = frame.f_back
     return None
@@ -371,6 +377,48 @@ def _without_grad(group: object) -> Iterator[str]:
             continue
         if unsharded.grad is None and param.unsharded_accumulated_grad is None:
             yield param._param_fqn or param._module_info.param_name
+
+
+def _written(group: object) -> Iterator[str]:
+    if group._sharded_state.name != "UNSHARDED" or is_off_limits():  # type: ignore[attr-defined]
+        return
+    for param in group.fsdp_params:  # type: ignore[attr-defined]
+        shard, gathered = local_of(param.sharded_param), local_of(param._unsharded_param)
+        if type(shard) is not torch.Tensor or type(gathered) is not torch.Tensor:  # gathered by code of its own
+            continue
+        size, rank = (getattr(param.mesh_info, f"shard_mesh_{name}", default) for name, default in _ALONE)
+        own = gathered.chunk(size, param.fsdp_placement.dim)[rank : rank + 1]
+        if any(not _is_same(part, shard.to(part.device, part.dtype)) for part in own):
+            yield param._param_fqn or param._module_info.param_name
+
+
+_ALONE = (("size", 1), ("rank", 0))  # Of a mesh that shards nothing
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def is_off_limits() -> bool:
+    """May nothing be looked at now: is a graph being traced or captured, or a function transformed?"""
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_off_limits(name: str) -> None:
+    """Refuse to look at anything from inside of what is traced, transformed, captured or compiled."""
+    if is_off_limits() or _is_in_compiled(sys._getframe(1)):
+        what = f"{name} cannot be used inside a compiled or transformed function, or while a CUDA graph is captured"
+        raise UsageError(what, where=name, hint="use it around the call: it changes nothing that runs inside of it")
+
+
+def _is_in_compiled(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename.endswith("eval_frame.py"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def owner_of_frame(frame: FrameType, model: nn.Module | None) -> tuple[tuple[nn.Module, ...], str] | None:

@@ -8,19 +8,17 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, TextIO
+from typing import Literal, TextIO
 from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.overrides import TorchFunctionMode
 
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checkpoint.names import group_names
@@ -51,7 +49,7 @@ class Watch:
         self._depth: dict[int, int] = {}
         self._views: dict[str, list[tuple[torch.Tensor, int]]] = {}
         self._is_new_pass = True
-        self._numels = {p.numel() for p in model.parameters()}
+        self._versions: dict[int, int] = {}  # Group → version of its shards when they were gathered
         self.is_open = True
         """Is it still watching?"""
         self.modes: dict[int, Mode] = {}
@@ -61,8 +59,6 @@ class Watch:
         """Passes of groups, in order: "pre_forward layers.0"."""
         self.findings: list[Finding] = []
         """What was wrong, once each."""
-        self.mixed: str | None = None
-        """FQN of the sharded parameter in the last call that mixed sharded and plain tensors."""
 
     def changed_views(self) -> tuple[str, ...]:
         """Return the modules whose output was a view and has been written in place since."""
@@ -102,6 +98,7 @@ class Watch:
         missing = f" without {','.join(event.without_grad)}" if event.without_grad else ""
         self._write(f"{kind} {fqn}{missing}")
         in_backward = internals.is_in_backward()
+        self._compare(kind, event)
         if kind == "pre_forward":
             self._note_mode(id(event.modules[0]), in_backward=in_backward)
         if in_backward:
@@ -111,6 +108,15 @@ class Watch:
             self._depth[event.key] = self._depth.get(event.key, 0) + 1
         elif kind == "post_forward":
             self._leave(event, fqn)
+
+    def _compare(self, kind: str, event: internals.GroupEvent) -> None:
+        """Report gathered parameters that are no longer what this rank's shard says, although that did not change."""
+        if kind == "pre_forward":
+            # What differs by now is old: shards have moved under parameters that were still gathered.
+            self._versions[event.key] = -1 if event.written else event.version
+        elif event.written and self._versions.get(event.key) == event.version:
+            what = "was written in place while it was gathered, and the shard was not: FSDP2 discards that"
+            self.report("lost-write", event.written[0], f"{what} ({len(event.written)} parameters of its unit)")
 
     def _note_mode(self, key: int, *, in_backward: bool) -> None:
         if self._is_new_pass and not in_backward:
@@ -145,31 +151,10 @@ class Watch:
             if self._trace is not None:
                 self._trace.write(line + "\n")
 
-    def see_mix(self, args: tuple[object, ...]) -> None:
-        """Take a call that failed because it mixed sharded and plain tensors."""
-        model = self._model()
-        if model is None:
-            return
-        for tensor in args:
-            fqn = find_parameter(model, tensor) if isinstance(tensor, DTensor) else None
-            if fqn is not None:
-                self.mixed = fqn
-                return
-
-    def see_write(self, tensor: torch.Tensor, name: str) -> None:
-        """Take a call that writes a plain tensor in place: a gathered parameter forgets it."""
-        model = self._model()
-        if model is None or tensor.untyped_storage().nbytes() // tensor.element_size() not in self._numels:
-            return
-        address = _address(tensor)
-        for group in internals.read_groups(model):
-            for param in group.params if group.sharding == "UNSHARDED" else ():
-                if param.gathered is not None and address == _address(param.gathered) != _address(param.sharded):
-                    what = f"{name}() writes into the gathered parameter, which is discarded ({_outer_site()})"
-                    self.report("lost-write", param.fqn, what)
-
     def before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Keep a sample of what an optimizer is about to move: where there is a gradient and a learning rate."""
+        if internals.is_off_limits():  # a compiled step: what it runs is traced
+            return
         self._samples, model = [], self._model()
         own = {id(p) for p in model.parameters()} if model is not None else set()
         own |= (
@@ -181,12 +166,17 @@ class Watch:
             is_full = rate > 0 and rate >= 0.1 * float(group.get("initial_lr", rate))
             for parameter in group["params"] if is_full else ():
                 if id(parameter) in own and parameter.grad is not None and not parameter.is_meta:
-                    weight, gradient = (internals.local_of(t).flatten() for t in (parameter, parameter.grad))
+                    parts = [internals.local_of(t) for t in (parameter, parameter.grad)]
+                    if {type(part) for part in parts} != {torch.Tensor}:  # who knows what their functions do
+                        continue
+                    weight, gradient = (part.flatten() for part in parts)
                     if bool(gradient[:_MAX_SAMPLE_ELEMS].any()):
                         self._samples.append((parameter, weight[:_MAX_SAMPLE_ELEMS].clone()))
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Report a step that moved nothing."""
+        if internals.is_off_limits():
+            return
         samples, self._samples, model = self._samples, [], self._model()
         still = [
             (parameter, old)
@@ -270,25 +260,6 @@ def _outer_site() -> str:
     return "?"
 
 
-class _MixMode(TorchFunctionMode):
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()
-        self._watch = watch
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:  # noqa: ANN401 - whatever the function returns
-        name = getattr(func, "__name__", "")
-        if name.endswith("_") and not name.endswith("__") and args and type(args[0]) in (torch.Tensor, nn.Parameter):
-            self._watch.see_write(args[0], name)
-        try:
-            return func(*args, **(kwargs or {}))
-        except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" in str(error):
-                self._watch.see_mix((*args, *(kwargs or {}).values()))
-            raise
-
-
 _LAST: WeakKeyDictionary[nn.Module, Watch] = WeakKeyDictionary()
 
 
@@ -304,7 +275,8 @@ def last_watch(model: nn.Module | None) -> Watch | None:
 def watch(model: nn.Module, *, traces: str | os.PathLike[str] | None = None) -> Iterator[Watch]:
     """Watch `model` run: for `diagnose`, which then knows more, and for what fails silently.
 
-    Costs some microseconds per torch call: for smoke tests and for hunting, not for training.
+    Changes no result, compiled functions included. Reads every gathered parameter twice a step (a tenth of a step of
+    512 tokens on a CPU), and on GPUs waits for that: for smoke tests and for hunting, not for training.
 
     Args:
         model: The root. It may be sharded before or inside the context.
@@ -313,7 +285,11 @@ def watch(model: nn.Module, *, traces: str | os.PathLike[str] | None = None) -> 
 
     Yields:
         What is seen; `findings` and `events` stay readable afterwards.
+
+    Raises:
+        UsageError: It was to begin inside a compiled or transformed function, or while a CUDA graph is captured.
     """
+    internals.refuse_off_limits("watch")
     with ExitStack() as stack:
         file = None
         if traces is not None:
@@ -332,7 +308,6 @@ def watch(model: nn.Module, *, traces: str | os.PathLike[str] | None = None) -> 
         stack.callback(register_optimizer_step_pre_hook(seen.before_step).remove)
         stack.callback(register_optimizer_step_post_hook(seen.after_step).remove)
         stack.enter_context(_listen(seen))
-        stack.enter_context(_MixMode(seen))
         yield seen
 
 

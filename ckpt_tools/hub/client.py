@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import base64
+import functools
 import importlib
 import json
 import logging
+import os
 import re
 import time
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -80,56 +83,10 @@ def is_transient(refusal: RefusalError) -> bool:
     return not refusal.is_lasting and (refusal.status is None or refusal.status in TRANSIENT)
 
 
-_AGAIN = "run the command again later: it skips what is already uploaded"
-_PLAIN: Mapping[str, str] = {
-    "name or service|name resolution|getaddrinfo|nodename": "its name is not found (DNS)",
-    "refused": "the connection is refused",
-    "timed? ?out": "no response in time",
-    "certificate|ssl|tls": "its certificate is not accepted",
-    "unreachable|no route": "no route to it",
-    "unknown scheme": "a proxy that is neither http, https nor socks5",
-    "socksio": "a SOCKS proxy needs a package: pip install socksio",
-    "no such file": "the file of certificates does not exist",
-}
-"""What the network's errors contain → in words; what is not known here is left out."""
-_BY_STATUS: Mapping[int, tuple[str, str | None]] = {
-    401: (
-        "{doing}: the hub does not accept the token{says}",
-        "it may have expired: create a new one at {settings}, then hf auth login or set HF_TOKEN",
-    ),
-    402: ("{doing}: out of storage, or payment required{says}", "free storage of {owner} or extend it: {billing}"),
-    403: (
-        "{doing}: the token may not write to {repo}{says}",
-        "use a token with write access to it ({settings}), or propose the change: --create-pr",
-    ),
-    404: (
-        "{doing}: no such repository, or the token may not see it{says}",
-        "check the name, and that the token's user is a member of the organization",
-    ),
-    409: ("{doing}: another change is in progress{says}", "run the command again in a minute"),
-    412: (
-        "somebody else committed to {revision} meanwhile",
-        "run the command again: it skips what is already uploaded",
-    ),
-    413: (
-        "{doing}: too large for the hub{says}",
-        "write smaller files (ckpt gather --max-shard-size 5GB), or leave some files out (--exclude GLOB)",
-    ),
-    429: ("{doing}: too many requests{tries}{wait}{says}", "run the command again later"),
-}
-_BY_CODE: Mapping[str, tuple[str, str | None]] = {
-    "GatedRepo": ("{doing}: the repository is gated{says}", "request access at {page}"),
-    "RevisionNotFound": (
-        "{repo} has no revision {revision!r}",
-        "create that branch on the hub first, or push to main ({page}/tree/main)",
-    ),
-    "EntryNotFound": ("{doing}: the hub does not have the file{says}", None),
-}
-"""X-Error-Code → what and hint, before the status counts."""
-_NOT_IN_NAMESPACE = (
-    "the token may not create repositories in {owner}{says}",
-    "use a token with write access to repositories of {owner}: {settings}",
-)
+@functools.cache
+def _texts() -> Mapping[str, Any]:
+    with open(os.path.join(os.path.dirname(__file__), "refusals.toml"), "rb") as file:
+        return tomllib.load(file)
 
 
 def explain(
@@ -139,7 +96,7 @@ def explain(
     tries = f" after {attempts} tries" if attempts > 1 else ""
     if refusal.status is None:
         return _unanswered(refusal, doing, tries)
-    what, hint = _words(refusal, refusal.status, creates=creates)
+    text = _words(refusal, refusal.status, creates=creates)
     words = {
         "doing": doing,
         "repo": repo,
@@ -153,20 +110,18 @@ def explain(
         "settings": f"{endpoint}/settings/tokens",
         "billing": f"{endpoint}/settings/billing",
     }
-    return what.format(**words), hint and hint.format(**words)
+    return text["what"].format(**words), text["hint"].format(**words) if "hint" in text else None
 
 
-def _words(refusal: RefusalError, status: int, *, creates: bool) -> tuple[str, str | None]:
-    if status in (403, 404) and (refusal.code or "") in _BY_CODE:
-        return _BY_CODE[refusal.code or ""]
+def _words(refusal: RefusalError, status: int, *, creates: bool) -> Any:  # noqa: ANN401 - of refusals.toml
+    by_status, by_code = _texts()["status"], _texts()["code"]
+    if status in (403, 404) and refusal.code in by_code:
+        return by_code[refusal.code]
     if status in (403, 507) and _QUOTA.search(refusal.message):
-        return _BY_STATUS[402]
+        return by_status["402"]
     if status == 403 and creates:
-        return _NOT_IN_NAMESPACE
-    failed = ("{doing}: the hub returned status {status}{tries}{says}", _AGAIN)
-    return _BY_STATUS.get(
-        status, failed if status >= 500 else ("{doing}: the hub refused the request with status {status}{says}", None)
-    )
+        return by_code["NotInNamespace"]
+    return by_status.get(str(status), by_status["5xx" if status >= 500 else "other"])
 
 
 def _unanswered(refusal: RefusalError, doing: str, tries: str) -> tuple[str, str | None]:
@@ -178,13 +133,13 @@ def _unanswered(refusal: RefusalError, doing: str, tries: str) -> tuple[str, str
         hint = "check the address of the hub: a proxy or a login page may have answered"
         return f"{doing}{detail}", hint if refusal.code == "NotJson" else None
     if refusal.was_sent:
-        return f"{doing}: the connection to the hub was lost{tries}{reason}", _AGAIN
+        return f"{doing}: the connection to the hub was lost{tries}{reason}", _texts()["again"]
     hint = "check the network, and HF_ENDPOINT and HTTPS_PROXY if they are set"
     return f"{doing}: cannot reach the hub{tries}{reason}", hint
 
 
 def _plain(message: str) -> str:
-    found = (words for known, words in _PLAIN.items() if re.search(known, message, re.IGNORECASE))
+    found = (words for known, words in _texts()["network"].items() if re.search(known, message, re.IGNORECASE))
     return "".join(f": {words}" for words in [next(found, None)] if words)
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.adapters.read.sidecars import ASSUMED
@@ -31,15 +32,6 @@ from ckpt_tools.text import escape_name
 if TYPE_CHECKING:
     from ckpt_tools.adapters.check import LoraCheck
 
-_TASKS = {
-    "CAUSAL_LM": ("AutoModelForCausalLM", "text-generation"),
-    "SEQ_2_SEQ_LM": ("AutoModelForSeq2SeqLM", None),
-    "SEQ_CLS": ("AutoModelForSequenceClassification", "text-classification"),
-    "TOKEN_CLS": ("AutoModelForTokenClassification", "token-classification"),
-    "QUESTION_ANS": ("AutoModelForQuestionAnswering", "question-answering"),
-    "FEATURE_EXTRACTION": ("AutoModel", "feature-extraction"),
-}
-"""PEFT's task_type → what loads the base, and the hub's name of the task."""
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _SETTINGS = ("peft_type", "r", "lora_alpha", "alpha", "use_rslora", "use_dora", "target_modules", "modules_to_save")
 """Of an adapter's config, what the card shows."""
@@ -52,42 +44,8 @@ _PICTURES = ("kohya", "comfyui", "diffusers", "ai-toolkit")
 _MAX_VALUE_CHARS = 200
 
 
-def _family(task: str, tags: str, *, is_all: bool) -> dict[str, tuple[str, tuple[str, ...], bool]]:
-    return {tag: (task, (tag.replace("-", ""),), is_all) for tag in tags.split()}
-
-
-_FAMILIES: dict[str, tuple[str, tuple[str, ...], bool]] = {
-    "stable-diffusion-xl": ("text-to-image", ("stablediffusionxl", "sdxl"), True),
-    "sd3": ("text-to-image", ("stablediffusion3", "sd3"), True),
-    "stable-diffusion": ("text-to-image", ("stablediffusion", "sd1", "sd2"), True),
-    **_family("text-to-image", "kolors chroma z-image lumina pixart auraflow hunyuandit cogview", is_all=True),
-    "sana-video": ("text-to-video", ("sanavideo",), False),
-    "sana": ("text-to-image", ("sana",), True),
-    **_family("text-to-image", "flux2 flux qwen-image hidream hunyuan-image", is_all=False),
-    **_family("text-to-video", "hunyuan-video cogvideox wan skyreels ltx-2 ltx mochi", is_all=False),
-    "stable-audio": ("text-to-audio", ("stableaudio",), True),
-}
-"""Tag → task, begins of its classes and names, and whether every model of these modules has that task."""
-_VARIANTS: tuple[tuple[re.Pattern[str], str | None], ...] = (
-    (re.compile(r"ImageToVideo|Image2Video|Img2Vid|(?<!T)I2V|VideoDiffusion(?!Decode)"), "image-to-video"),
-    (re.compile(r"VideoToVideo|V2V"), "video-to-video"),
-    (re.compile(r"2Img|Inpaint|Edit(?!i)|Kontext|Pix2Pix|Upscale|Variation|Fill(?![a-z])|Layered"), "image-to-image"),
-    (re.compile(r"Control|VACE|Animate|S2V|Canny|Depth|Redux|Prior|Decode|Adapter|Refine"), None),
-)
-"""Words of a class or of a model's name → the task that they stand for; None: another one than the family's usual."""
-_HEADS = {
-    "ForCausalLM": ("AutoModelForCausalLM", "text-generation"),
-    "LMHeadModel": ("AutoModelForCausalLM", "text-generation"),
-    "ForMaskedLM": ("AutoModelForMaskedLM", "fill-mask"),
-    "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
-    "ForTokenClassification": ("AutoModelForTokenClassification", "token-classification"),
-    "ForQuestionAnswering": ("AutoModelForQuestionAnswering", "question-answering"),
-    "ForImageClassification": ("AutoModelForImageClassification", "image-classification"),
-    "ForObjectDetection": ("AutoModelForObjectDetection", "object-detection"),
-    "ForCTC": ("AutoModelForCTC", "automatic-speech-recognition"),
-    "ForSpeechSeq2Seq": ("AutoModelForSpeechSeq2Seq", "automatic-speech-recognition"),
-}
-"""How the name of a class of transformers ends → what loads it, and the hub's name of the task."""
+with open(os.path.join(os.path.dirname(__file__), "tasks.toml"), "rb") as _file:
+    _TASKS: Mapping[str, Any] = tomllib.load(_file)
 
 
 def facts_of(
@@ -171,7 +129,7 @@ def _is_here(text: str, root: str) -> bool:
 
 def _peft(source: Source) -> CardFacts:
     config = config_in(source, ADAPTER_CONFIG).values
-    auto_class, pipeline_tag = _TASKS.get(str(config.get("task_type")), (None, None))
+    auto_class, pipeline_tag = (*_TASKS["peft"].get(str(config.get("task_type")), ()), None, None)[:2]
     if auto_class is None and str(value_at(config, "auto_mapping.parent_library")).startswith("transformers"):
         auto_class = _text(value_at(config, "auto_mapping.base_model_class"))
     base, notes = base_model_of(_text(config.get("base_model_name_or_path")), root=source.root)
@@ -249,7 +207,12 @@ def refuse_contradictions(card: str, kind: Kind, adapters: Mapping[str, LoraChec
     for check in own:
         classes = next((each.classes for each in ARCHITECTURES.values() if each.name == check.architecture), None)
         family = tag_of(classes[0]) if classes else check.architecture
-        if tag and family and tag != family and not {tag, family} & set(_SHARED):
+        if (
+            tag
+            and family
+            and tag != family
+            and not any("shared" in _TASKS["families"].get(each, ()) for each in (tag, family))
+        ):
             found.append(f"base_model is {base}, but the adapter is for {check.architecture}")
     if found:
         hint = "correct README.md, or give the option: --license, --base-model-relation, --base-model"
@@ -292,9 +255,9 @@ def configs_naming(
 
 def _transformers(config: Mapping[str, object], has_tokenizer: bool) -> CardFacts:
     name = _text(value_at(config, "architectures.0"))
-    ending = next((end for end in _HEADS if name is not None and name.endswith(end)), None)
-    auto_class, pipeline_tag = _HEADS[ending] if ending is not None else (None, None)
-    if ending is None and str(name).endswith("ForConditionalGeneration") and "vision_config" in config:
+    heads = (head for end, head in _TASKS["heads"].items() if name is not None and name.endswith(end))
+    auto_class, pipeline_tag = next(heads, (None, None))
+    if auto_class is None and str(name).endswith("ForConditionalGeneration") and "vision_config" in config:
         auto_class, pipeline_tag = "AutoModelForImageTextToText", "image-text-to-text"
     settings = (
         *rows_of("architecture", name, CONFIG_NAME),
@@ -305,10 +268,6 @@ def _transformers(config: Mapping[str, object], has_tokenizer: bool) -> CardFact
     return CardFacts(library="transformers", pipeline_tag=pipeline_tag, load=load, settings=settings)
 
 
-_SHARED = ("kolors", "skyreels", "chroma", "sana-video", "hunyuan-image")
-"""Tags of models whose modules have the names of another family's."""
-
-
 def task_of_class(name: str | None) -> str | None:
     """Return the task of a pipeline of diffusers'; None where its name does not tell."""
     return _task(tag_of(name or ""), name or "")
@@ -317,7 +276,7 @@ def task_of_class(name: str | None) -> str | None:
 def task_of_adapter(family: str, base_model: str | None) -> str | None:
     """Return the task of an adapter: of models whose modules have the same names, the base's own name tells which."""
     tag = tag_of(family)
-    if tag is None or (base_model is None and not _FAMILIES[tag][2]):
+    if tag is None or (base_model is None and "all" not in _TASKS["families"][tag]):
         return None
     return _task(tag, (base_model or "").rpartition("/")[2])
 
@@ -325,11 +284,11 @@ def task_of_adapter(family: str, base_model: str | None) -> str | None:
 def tag_of(family: str) -> str | None:
     """Return the tag under which the hub lists models of a family, by its name or class."""
     plain = re.sub(r"[-.\s]", "", family).lower()
-    return next((tag for tag, (_, begins, _) in _FAMILIES.items() if plain.startswith(begins)), None)
+    return next((tag for tag, each in _TASKS["families"].items() if plain.startswith(tuple(each["begins"]))), None)
 
 
 def _task(tag: str | None, name: str) -> str | None:
-    usual = None if tag is None else _FAMILIES[tag][0]
-    variant = next((task for pattern, task in _VARIANTS if pattern.search(name)), usual)
+    usual = None if tag is None else str(_TASKS["families"][tag]["task"])
+    variant = next((each.get("task") for each in _TASKS["variants"] if re.search(each["words"], name)), usual)
     # Of sounds, shapes and videos there is editing as well.
     return None if variant == "image-to-image" and usual != "text-to-image" else variant

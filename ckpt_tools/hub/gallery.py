@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+import zlib
 from collections.abc import Mapping
 
 from ckpt_tools.checkpoint.formats._json import parse_json
 from ckpt_tools.checkpoint.formats.format import read_document
+from ckpt_tools.checkpoint.formats.scan import Stretch
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.hub.card import Sample
 from ckpt_tools.hub.plan import LocalFile, file_of_bytes
+from ckpt_tools.hub.secrets import png_texts
 from ckpt_tools.hub.training import ai_toolkit_config, value_at
 from ckpt_tools.storage.source import LocalSource, Source
 from ckpt_tools.text import escape_name, first_few
@@ -19,7 +23,6 @@ MAX_SAMPLES = 24  # Shown in a gallery; of more, the first by name
 MAX_SAMPLE_BYTES = 32 << 20  # Larger files are no samples
 _MEDIA = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4", ".webm")
 _MAX_TEXT_BYTES = 1 << 20
-_MAX_CHUNKS = 10_000
 _MAX_PROMPT_CHARS = 2_000
 _OF_STEP = re.compile(r".*?__(\d+)_(\d+)\.\w+|(?:.*_)?(e?\d{6})_(\d{2})_\d{14}(?:_\d+)?\.\w+", re.ASCII)
 """Step and index in the names that ai-toolkit, and those that kohya and musubi give."""
@@ -102,7 +105,7 @@ def _prompt(source: Source, name: str, sizes: Mapping[str, int], listed: list[st
             found = _first_of(_json(_text(source, f"{stem}.json")), "prompt", "caption", "text")
         elif name.lower().endswith(".png"):
             found = _png_prompt(source, name, sizes[name])
-    except CkptError:  # a sidecar that is none: the picture is shown without a prompt, and that is said
+    except (CkptError, zlib.error):  # a sidecar that is none: the picture is shown without a prompt, and that is said
         return None
     of_step = _of_step(name)
     if found is None and of_step is not None and of_step[1] < len(listed):
@@ -124,21 +127,9 @@ def _first_of(document: object, *keys: str) -> str | None:
 
 
 def _png_prompt(source: Source, name: str, nbytes: int) -> str | None:
-    """Read a PNG's text chunks (PNG 1.2, 4.2.3), of which none but plain ones are read."""
     texts: dict[str, str] = {}
-    at = 8 if source.read(name, 0, min(8, nbytes)) == b"\x89PNG\r\n\x1a\n" else nbytes
-    for _ in range(_MAX_CHUNKS):
-        if at + 12 > nbytes:
-            break
-        head = source.read(name, at, 8)
-        size, kind = int.from_bytes(head[:4], "big"), head[4:]
-        if kind in (b"tEXt", b"iTXt") and size <= min(_MAX_TEXT_BYTES, nbytes - at - 12):
-            keyword, _, rest = source.read(name, at + 8, size).partition(b"\0")
-            if kind == b"tEXt":
-                texts.setdefault(keyword.decode("latin-1"), rest.decode("latin-1"))
-            elif rest[:1] == b"\0":
-                texts.setdefault(keyword.decode("latin-1"), rest[2:].split(b"\0", 2)[-1].decode("utf-8", "replace"))
-        at += 12 + size
+    for keyword, text, _ in png_texts(Stretch(name, nbytes, functools.partial(source.read, name)).open()):
+        texts.setdefault(keyword, text[:_MAX_TEXT_BYTES])
     if "parameters" in texts:
         return _NEGATIVE.split(texts["parameters"])[0]
     text = texts.get("prompt", "")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checkpoint.formats.file_names import METADATA_NAME, is_weights
 from ckpt_tools.checkpoint.formats.scan import why_not_inert
-from ckpt_tools.checkpoint.globs import find_named
+from ckpt_tools.checkpoint.globs import NameIndex, find_named
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.results import CheckedResult
 from ckpt_tools.storage.source import LocalSource, Source
@@ -113,10 +113,12 @@ def _odd_entries(root: str) -> list[tuple[str, str]]:
 
 def _matching(files: Iterable[str], globs: Sequence[str], option: str) -> set[str]:
     matched: set[str] = set()
-    options = {"hint": "patterns are matched against file names", "kind": "file"}
+    hint = "patterns are matched against file names"
+    paths = NameIndex({path: (_swap(path),) for path in files})
+    names = NameIndex({path: (_swap(path.rpartition("/")[2]),) for path in files})
     for glob in globs:
-        names = {path: (_swap(path if "/" in glob else path.rpartition("/")[2]),) for path in files}
-        matched |= find_named(f"{option} {glob}", _swap(glob), names, **options)
+        index = paths if "/" in glob else names
+        matched |= find_named(f"{option} {glob}", _swap(glob), index, hint=hint, kind="file")
     return matched
 
 

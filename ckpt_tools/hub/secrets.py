@@ -24,6 +24,7 @@ from itertools import chain, pairwise
 from typing import IO, Any, NamedTuple
 
 from ckpt_tools.checkpoint.formats.file_names import is_weights
+from ckpt_tools.checkpoint.formats.scan import Stretch
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.hub.plan import LocalFile
 from ckpt_tools.storage.source import Source
@@ -94,7 +95,7 @@ def refuse_secrets(
         if in_name := find_secrets(file.path, [file.path.encode()], token):
             what = f"the name of a file contains what looks like {in_name[0].kind}"
             raise UsageError(what, hint="revoke the secret, and rename the file")
-        content = io.BufferedReader(_Bytes(functools.partial(file.read, source), file.nbytes), 1 << 16)
+        content = Stretch(file.path, file.nbytes, functools.partial(file.read, source)).open()
         found += _search_file(content, file.path, token, unsearched, [MAX_UNPACKED_BYTES])
     if not found:
         return tuple(unsearched)
@@ -107,29 +108,6 @@ def refuse_secrets(
     way = f", or leave the file out: --exclude {first.path.partition('!')[0]}" if is_file else ""
     where = f"{first.path}, line {first.line}" if is_file else None
     raise UsageError(what, where=where, hint=f"remove and revoke the secret{way}")
-
-
-class _Bytes(io.RawIOBase):
-    """Bytes that are read by place, as a file."""
-
-    def __init__(self, read: Callable[[int, int], bytes], nbytes: int) -> None:
-        self._read, self._nbytes, self._at = read, nbytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = max(0, offset + (0, self._at, self._nbytes)[whence])
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:  # noqa: ANN401 - any buffer
-        nbytes = min(len(buffer), max(0, self._nbytes - self._at))
-        buffer[:nbytes] = self._read(self._at, nbytes) if nbytes else b""
-        self._at += nbytes
-        return nbytes
 
 
 def _search_file(
@@ -221,24 +199,25 @@ def _members(file: IO[bytes], head: bytes) -> Iterator[tuple[str, IO[bytes] | No
                 if inside is not None and _is_packed(inside.peek(512)):  # type: ignore[attr-defined]
                     yield entry.name, inside
     elif head.startswith(b"\x89PNG"):
-        yield from _png_texts(file)
+        packed = (each for each in png_texts(file) if each[2])
+        yield from ((keyword, io.BytesIO(text.encode())) for keyword, text, _ in packed)
 
 
-def _png_texts(file: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
-    """Yield the compressed texts of a PNG (PNG 1.2, 4.2.3: zTXt, iTXt)."""
-    file.seek(8)
-    while len(start := file.read(8)) == 8:
+def png_texts(file: IO[bytes]) -> Iterator[tuple[str, str, bool]]:
+    """Yield (keyword, text, whether it is compressed) of a PNG (PNG 1.2, 4.2.3: tEXt, zTXt, iTXt)."""
+    file.seek(0)
+    is_png = file.read(8) == b"\x89PNG\r\n\x1a\n"
+    while is_png and len(start := file.read(8)) == 8:
         size, kind = int.from_bytes(start[:4], "big"), start[4:]
-        if kind not in (b"zTXt", b"iTXt"):
+        if kind not in (b"tEXt", b"zTXt", b"iTXt"):
             file.seek(size + 4, os.SEEK_CUR)
             continue
         keyword, _, rest = file.read(min(size, _MAX_NESTED_BYTES)).partition(b"\0")
         file.seek(4, os.SEEK_CUR)
-        at = 1 if kind == b"zTXt" else 2 + rest[2:].find(b"\0") + 1
-        at = at if kind == b"zTXt" else at + rest[at:].find(b"\0") + 1
-        if kind == b"zTXt" or rest[:1] == b"\1":
-            text = zlib.decompressobj().decompress(rest[at:], _MAX_NESTED_BYTES)
-            yield keyword.decode("latin-1"), io.BytesIO(text)
+        is_packed = kind == b"zTXt" or (kind == b"iTXt" and rest[:1] == b"\1")
+        text = rest[1:] if kind == b"zTXt" else rest[2:].split(b"\0", 2)[-1] if kind == b"iTXt" else rest
+        text = zlib.decompressobj().decompress(text, _MAX_NESTED_BYTES) if is_packed else text
+        yield keyword.decode("latin-1"), text.decode("utf-8" if kind == b"iTXt" else "latin-1", "replace"), is_packed
 
 
 def find_secrets(path: str, blocks: Iterable[bytes], token: str | None = None) -> tuple[Secret, ...]:

@@ -79,7 +79,7 @@ class CheckOptions:
         Option(
             "Loader that must accept the whole adapter (repeatable; default: that of the adapter's own format).",
             name="--for",
-            metavar="peft|diffusers|comfyui|kohya|vllm|llama.cpp|mlx",
+            metavar="peft|diffusers|comfyui|kohya|invokeai|vllm|sglang|llama.cpp|mlx",
         ),
     ] = ()
     adapter: AdapterName = None

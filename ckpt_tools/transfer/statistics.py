@@ -119,7 +119,7 @@ class Tally:
         low, high, mean = float(piece.min()), float(piece.max()), float(wide.mean())
         bins = _bins_of(piece)
         wide -= mean
-        part = (start, len(wide), mean, float(np.dot(wide, wide)))
+        part = (start, len(wide), mean, float(np.einsum("i,i", wide, wide)))
         self._add(bins)
         with self._lock:
             self._parts.append(part)

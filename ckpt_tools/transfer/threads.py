@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import sys
 import threading
 import time
@@ -22,11 +21,6 @@ _NUMPY_BYTES = 96 << 20  # Address space of numpy's libraries, and of OpenBLAS's
 _POLL_S = 0.0001
 _WINDOW = 4
 """Units that may be under way for every worker, the finished ones that came after an unfinished one among them."""
-
-
-def one_thread_each() -> None:
-    """Keep numpy from making a thread for every core when it is imported after this: workers run side by side."""
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def make_room_for_numpy() -> None:

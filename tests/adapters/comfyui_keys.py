@@ -7,10 +7,13 @@ the map does not name is not loaded: ComfyUI warns and goes on. Source: comfy/lo
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
+MAPS = tomllib.loads((Path(__file__).parent / "comfyui_keys.toml").read_text())
 Target = tuple[str, slice | None, bool]
 
 
@@ -57,44 +60,16 @@ def _flux(native: Mapping[str, torch.Tensor]) -> dict[str, Target]:
         for n, (one, other) in enumerate((("to_q", "add_q_proj"), ("to_k", "add_k_proj"), ("to_v", "add_v_proj"))):
             table[f"{here}.attn.{one}"] = (f"{there}.img_attn.qkv.weight", _rows(n * h, h), False)
             table[f"{here}.attn.{other}"] = (f"{there}.txt_attn.qkv.weight", _rows(n * h, h), False)
-        for one, other in {
-            "attn.to_out.0": "img_attn.proj",
-            "norm1.linear": "img_mod.lin",
-            "norm1_context.linear": "txt_mod.lin",
-            "attn.to_add_out": "txt_attn.proj",
-            "ff.net.0.proj": "img_mlp.0",
-            "ff.net.2": "img_mlp.2",
-            "ff_context.net.0.proj": "txt_mlp.0",
-            "ff_context.net.2": "txt_mlp.2",
-            "ff.linear_in": "img_mlp.0",
-            "ff.linear_out": "img_mlp.2",
-            "ff_context.linear_in": "txt_mlp.0",
-            "ff_context.linear_out": "txt_mlp.2",
-        }.items():
+        for one, other in MAPS["flux double_blocks"].items():
             table[f"{here}.{one}"] = (f"{there}.{other}.weight", None, False)
     for i in _blocks(native, "single_blocks"):
         here, there = f"single_transformer_blocks.{i}", f"single_blocks.{i}"
         for n, one in enumerate(("to_q", "to_k", "to_v")):
             table[f"{here}.attn.{one}"] = (f"{there}.linear1.weight", _rows(n * h, h), False)
         table[f"{here}.proj_mlp"] = (f"{there}.linear1.weight", _rows(3 * h, 4 * h), False)
-        for one, other in {
-            "norm.linear": "modulation.lin",
-            "proj_out": "linear2",
-            "attn.to_qkv_mlp_proj": "linear1",
-            "attn.to_out": "linear2",
-        }.items():
+        for one, other in MAPS["flux single_blocks"].items():
             table[f"{here}.{one}"] = (f"{there}.{other}.weight", None, False)
-    for one, other in {
-        "proj_out": "final_layer.linear",
-        "x_embedder": "img_in",
-        "context_embedder": "txt_in",
-        "time_text_embed.timestep_embedder.linear_1": "time_in.in_layer",
-        "time_text_embed.timestep_embedder.linear_2": "time_in.out_layer",
-        "time_text_embed.text_embedder.linear_1": "vector_in.in_layer",
-        "time_text_embed.text_embedder.linear_2": "vector_in.out_layer",
-        "time_text_embed.guidance_embedder.linear_1": "guidance_in.in_layer",
-        "time_text_embed.guidance_embedder.linear_2": "guidance_in.out_layer",
-    }.items():
+    for one, other in MAPS["flux"].items():
         table[one] = (f"{other}.weight", None, False)
     table["norm_out.linear"] = ("final_layer.adaLN_modulation.1.weight", None, True)
     return table
@@ -110,28 +85,11 @@ def _sd3(native: Mapping[str, torch.Tensor]) -> dict[str, Target]:
             table[f"{here}.attn.{one}"] = (f"{there}.x_block.attn.qkv.weight", _rows(n * h, h), False)
             table[f"{here}.attn2.{one}"] = (f"{there}.x_block.attn2.qkv.weight", _rows(n * h, h), False)
             table[f"{here}.attn.{other}"] = (f"{there}.context_block.attn.qkv.weight", _rows(n * h, h), False)
-        for one, other in {
-            "norm1.linear": "x_block.adaLN_modulation.1",
-            "attn.to_out.0": "x_block.attn.proj",
-            "attn2.to_out.0": "x_block.attn2.proj",
-            "attn.to_add_out": "context_block.attn.proj",
-            "ff.net.0.proj": "x_block.mlp.fc1",
-            "ff.net.2": "x_block.mlp.fc2",
-            "ff_context.net.0.proj": "context_block.mlp.fc1",
-            "ff_context.net.2": "context_block.mlp.fc2",
-        }.items():
+        for one, other in MAPS["sd3 joint_blocks"].items():
             table[f"{here}.{one}"] = (f"{there}.{other}.weight", None, False)
         is_last = i == numbers[-1]
         table[f"{here}.norm1_context.linear"] = (f"{there}.context_block.adaLN_modulation.1.weight", None, is_last)
-    for one, other in {
-        "proj_out": "final_layer.linear",
-        "context_embedder": "context_embedder",
-        "pos_embed.proj": "x_embedder.proj",
-        "time_text_embed.text_embedder.linear_1": "y_embedder.mlp.0",
-        "time_text_embed.text_embedder.linear_2": "y_embedder.mlp.2",
-        "time_text_embed.timestep_embedder.linear_1": "t_embedder.mlp.0",
-        "time_text_embed.timestep_embedder.linear_2": "t_embedder.mlp.2",
-    }.items():
+    for one, other in MAPS["sd3"].items():
         table[one] = (f"{other}.weight", None, False)
     table["norm_out.linear"] = ("final_layer.adaLN_modulation.1.weight", None, True)
     return table

@@ -154,6 +154,17 @@ def adapt(case: Case, adapter_name: str = "default"):
     return model.eval()
 
 
+def reload(path: str | Path, case: Case):
+    """The model with an adapter that PEFT loads; it only warns when keys do not match."""
+    from peft import PeftModel
+
+    with warnings.catch_warnings(action="error"):
+        warnings.filterwarnings("ignore", message="fan_in_fan_out|.*is_gradient_checkpointing|.*meta parameter")
+        warnings.filterwarnings("ignore", message="Failed to load the CUDA|Setting boft_n_butterfly_factor")
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        return PeftModel.from_pretrained(build(case.model), path, is_trainable=True).eval()
+
+
 def leave_config(case: Case, directory: str | Path, **more: str) -> None:
     """Put PEFT's configuration beside a checkpoint, as a loop does that calls `peft_config[…].to_dict()`."""
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING

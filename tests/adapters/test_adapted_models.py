@@ -32,6 +32,14 @@ KINDS = {
 
 
 def build(kind: str):
+    if kind == "square":
+        import transformers
+
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+        experts = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 32}
+        layers = {"num_hidden_layers": 1, "sliding_window": 8, "layer_types": ["full_attention"]}
+        return transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, **experts, **layers)).eval()
     name, settings = KINDS[kind]
     return toys.build(name, **settings)
 
@@ -100,6 +108,19 @@ def test_patterns_for_one_of_two_parameters_of_a_module_are_exported(patterned, 
     result = api.export_lora(patterned.adapter, tmp_path / "out", base=patterned.base if with_base else None)
     assert result.ok
     patterned.check_loads(tmp_path / "out")
+
+
+@pytest.mark.parametrize("parameter", ["experts.gate_up_proj", "mlp.experts.down_proj"])
+@pytest.mark.parametrize("kind", ["square", "mixtral"])
+def test_experts_are_merged_as_peft_does(tmp_path, kind, parameter):
+    world = World(tmp_path, kind, target_modules=["q_proj"], target_parameters=[parameter])
+    assert api.check_lora(world.adapter, base=world.base).verdict == "loads"
+    api.merge_lora(world.base, world.adapter, tmp_path / "merged")
+    world.check_merged(tmp_path / "merged")
+    (world.base / "config.json").rename(world.base / "other.json")
+    if kind == "square" and "down_proj" in parameter:
+        with pytest.raises(UsageError, match="are square"):
+            api.merge_lora(world.base, world.adapter, tmp_path / "blind")
 
 
 # Names in a model and on disk
@@ -194,10 +215,19 @@ def test_biases_that_were_trained_beside_the_factors_are_not_lost(tmp_path, dtyp
     api.merge_lora(plain.base, run, tmp_path / "plain" / "out", alpha=8)
 
 
-def test_base_that_was_changed_to_begin_with_is_noticed(tmp_path):
-    world = World(tmp_path, "llama", target_modules=["q_proj", "v_proj"], init_lora_weights="pissa")
-    with pytest.raises(UsageError, match=r"model\.layers\.0\.self_attn\.v_proj\.weight in .* differs from the base's"):
-        api.merge_lora(world.base, save_state(world.live, tmp_path / "run"), tmp_path / "out", alpha=8)
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_base_that_was_changed_to_begin_with_is_noticed_and_taken_from_the_checkpoint(tmp_path, init):
+    world = World(tmp_path, "llama", target_modules=["q_proj", "v_proj"], init_lora_weights=init)
+    run, said = save_state(world.live, tmp_path / "run"), [f"init_lora_weights={init}"]
+    what = r"model\.layers\.0\.self_attn\.v_proj\.weight in .* differs from the base's"
+    with pytest.raises(UsageError, match=what) as caught:
+        api.merge_lora(world.base, run, tmp_path / "out", alpha=8)
+    assert "init_lora_weights=pissa" in str(caught.value.hint)
+    assert "--include" not in str(caught.value.hint)  # which leads to another model
+    api.merge_lora(world.base, run, tmp_path / "out", alpha=8, config=said)
+    world.check_merged(tmp_path / "out")
+    with pytest.raises(UsageError, match="cannot be scaled"):
+        api.merge_lora(world.base, run, tmp_path / "half", alpha=8, scale=0.5, config=said)
 
 
 @pytest.mark.parametrize("trained", ["biases", "pissa"])
@@ -374,44 +404,3 @@ def test_gpt_oss_is_exported_with_its_base_and_refused_without(tmp_path, paramet
             warnings.simplefilter("error", UserWarning)
             loaded = PeftModel.from_pretrained(GPT_OSS.build(), tmp_path / f"out{number}").eval()
         torch.testing.assert_close(GPT_OSS.outputs(loaded), expected, rtol=0, atol=0)
-
-
-# PEFT's task type is only written where PEFT's forward for it is one that the model understands
-
-TASKS = {
-    "whisper": (["q_proj", "v_proj"], None),
-    "wav2vec2": (["q_proj", "v_proj"], None),
-    "vit": (["q_proj", "v_proj"], None),
-    "clip": (["q_proj"], None),
-    "t5": (["q", "v"], "SEQ_2_SEQ_LM"),
-    "mistral": (["q_proj"], "CAUSAL_LM"),
-}
-"""Model → targets, and the task type that is written."""
-
-
-@pytest.mark.parametrize("kind", TASKS)
-def test_task_type_is_one_that_peft_s_forward_can_do(tmp_path, kind):
-    from peft import LoraConfig, PeftModel, get_peft_model
-
-    world, (targets, expected) = LANGUAGE[kind], TASKS[kind]
-    world.save(tmp_path / "base")
-    model = world.build()
-    before = world.outputs(model)
-    with warnings.catch_warnings(action="ignore"):
-        adapted = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules=targets))
-    randomise(adapted, lambda name: "lora_" in name)
-    answer = world.outputs(adapted)
-    assert not torch.allclose(answer, before, atol=1e-4)
-    factors = {name: tensor for name, tensor in adapted.state_dict().items() if "lora_" in name}
-    families.save_dcp({"model": factors}, tmp_path / "dcp")
-    plain = type(model).from_pretrained(tmp_path / "base")
-    adapted.save_pretrained(tmp_path / "peft")
-    for number, (source, alpha, task) in enumerate([("dcp", 4, expected), ("peft", None, None)]):
-        # What PEFT's own configuration does not say stays unsaid.
-        assert api.export_lora(tmp_path / source, tmp_path / f"out{number}", alpha=alpha, base=tmp_path / "base").ok
-        config = json.loads((tmp_path / f"out{number}/adapter_config.json").read_text())
-        assert config["task_type"] == task
-    with warnings.catch_warnings(action="ignore"):  # FutureWarning of transformers about PEFT's calls
-        warnings.simplefilter("error", UserWarning)
-        loaded = PeftModel.from_pretrained(plain, tmp_path / "out0").eval()
-    torch.testing.assert_close(world.outputs(loaded), answer)  # CLIP's float32 sums have no fixed order

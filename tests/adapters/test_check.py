@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from adapters.families import save_dcp
 from adapters.image_models import COMPONENT, MODELS, adapter, linears, lora, to_target
 from adapters.test_check_peft import Toy
 from adapters.test_diffusers import load as load_in_diffusers
@@ -453,7 +453,9 @@ def test_image_loaders_have_nothing_to_say_to_a_language_model(tmp_path: Path) -
         "diffusers": (False, False),
         "comfyui": (True, False),
         "kohya": (True, False),
+        "invokeai": (False, False),
         "vllm": (True, True),
+        "sglang": (None, True),
     }
     hints = {finding.hint for report in result.loaders for finding in report.findings if finding.severity == "error"}
     assert hints == {"ckpt export-lora SRC DST --to peft"}  # not to an ecosystem that has no names for it
@@ -467,20 +469,20 @@ def test_adapter_that_its_own_loader_does_not_take_is_an_error(tmp_path: Path) -
     assert not result.ok
 
 
-def test_training_checkpoint_is_checked_but_no_loader_reads_it(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    state = {
-        f"model.base_model.model.layers.0.q.lora_{side}.default.weight": torch.randn(shape)
-        for side, shape in (("A", (2, 8)), ("B", (8, 2)))
-    }
-    with warnings.catch_warnings(action="ignore"):
-        dcp.save(state, checkpoint_id=tmp_path / "step-1", no_dist=True)
-    result = check_lora(tmp_path / "step-1")
-    assert (result.verdict, result.ok, result.findings) == ("unknown", False, ())
+@pytest.mark.parametrize("trainer", ["peft", "torchtitan"])
+def test_training_checkpoint_is_checked_but_no_loader_reads_it(tmp_path: Path, trainer: str) -> None:
+    path, ends = {
+        "peft": ("model.base_model.model.layers.0.q", ("lora_A.default.weight", "lora_B.default.weight")),
+        "torchtitan": ("layers.0.attention.wq", ("lora_a.weight", "lora_b.weight")),  # whose rows have another order
+    }[trainer]
+    factors = {f"{path}.{end}": torch.randn(shape) for end, shape in zip(ends, ((2, 8), (8, 2)), strict=True)}
+    save_dcp(factors | {f"{path}.weight": torch.randn(8, 8)} if trainer == "torchtitan" else factors, tmp_path / "run")
+    result = check_lora(tmp_path / "run")
+    assert (result.verdict, result.ok, result.findings, result.num_modules) == ("unknown", False, (), 1)
     assert result.loaders == ()
     assert any("export-lora" in text for text in result.not_checked)
-    assert [f.code for f in check_lora(tmp_path / "step-1", loaders=["vllm"]).findings] == ["loader-format"]
+    (finding,) = check_lora(tmp_path / "run", loaders=["vllm"]).findings
+    assert (finding.code, "--base DIR" in finding.hint) == ("loader-format", trainer == "torchtitan")
 
 
 @pytest.mark.full

@@ -70,7 +70,7 @@ def test_loader_of_the_own_format_decides(
     assert result.judges == judges
     assert (result.verdict, result.findings) == ("loads", ())
     others = [report.loader for report in result.loaders[len(judges) :]]
-    assert sorted((*judges, *others)) == ["comfyui", "diffusers", "kohya", "peft", "vllm"]
+    assert sorted((*judges, *others)) == ["comfyui", "diffusers", "invokeai", "kohya", "peft", "sglang", "vllm"]
     assert not any(report.is_whole for report in result.loaders if report.loader in ("peft", "vllm"))
 
 

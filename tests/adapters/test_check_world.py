@@ -5,6 +5,7 @@ Adapters of 33 kinds of models, healthy and damaged. The bulk is `full`; a few o
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 
@@ -65,13 +66,19 @@ def test_damaged_adapter_is_never_ok(name: str, worlds: Worlds, tmp_path: Path) 
 
 # Bases whose tensors have other names on disk than in the live model that the adapter was trained on
 
+TASKS = {
+    "t5, feed-forward": "SEQ_2_SEQ_LM", "mistral, head saved": "CAUSAL_LM", "whisper": None, "wav2vec2": None,
+    "clip": None, "vit": None,
+}  # fmt: skip
+"""Adapter → the task type for which PEFT's forward is one that the model understands."""
 BASES = (
-    "llava", "llava, head and projector", "llava, language model alone", "paligemma", "gemma3-images, DoRA",
-    "mistral3", "internvl", "mllama", "qwen2.5-vl", "qwen3-vl", "dinov2", "vit", "mixtral, experts",
+    *TASKS, "llava", "llava, head and projector", "llava, language model alone", "paligemma", "gemma3-images, DoRA",
+    "mistral3", "internvl", "mllama", "qwen2.5-vl", "qwen3-vl", "dinov2", "mixtral, experts",
     "gpt2, published without its head", "bert, published without its head", "t5, an embedding", "bart, embeddings",
 )  # fmt: skip
 QUICK_BASES = {
     "llava", "llava, head and projector", "qwen2.5-vl", "gpt2, published without its head", "t5, an embedding",
+    "t5, feed-forward", "whisper",
 }  # fmt: skip
 NOT_MERGED = {
     "t5, an embedding", "bart, embeddings",  # one of the names of a shared tensor
@@ -102,11 +109,17 @@ def test_exported_against_a_base_with_other_names_it_does_what_was_trained(name,
     assert api.export_lora(trained.directory, tmp_path / "peft", base=trained.base).ok
     assert does_what_was_trained(trained, tmp_path / "peft")
     assert check_lora(tmp_path / "peft", base=trained.base).ok
+    assert task_in(tmp_path / "peft") == task_in(trained.directory)  # what it does not say stays unsaid
     if "experts" in name or "DoRA" in name:
         return
     save_training(trained.directory, tmp_path / "dcp")
     assert api.export_lora(tmp_path / "dcp", tmp_path / "from_dcp", base=trained.base, alpha=4).ok
     assert does_what_was_trained(trained, tmp_path / "from_dcp")
+    assert name not in TASKS or task_in(tmp_path / "from_dcp") == TASKS[name]
+
+
+def task_in(path: Path) -> object:
+    return json.loads((path / "adapter_config.json").read_text())["task_type"]
 
 
 @pytest.mark.full(but=QUICK_BASES)

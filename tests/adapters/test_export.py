@@ -29,16 +29,6 @@ def saved(request, tmp_path_factory):
     return directory
 
 
-def reload(path, case):
-    from peft import PeftModel
-
-    with warnings.catch_warnings(action="error"):  # PEFT only warns when keys do not match
-        warnings.filterwarnings("ignore", message="fan_in_fan_out|.*is_gradient_checkpointing|.*meta parameter")
-        warnings.filterwarnings("ignore", message="Failed to load the CUDA|Setting boft_n_butterfly_factor")
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
-        return PeftModel.from_pretrained(families.build(case.model), path).eval()
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("name", families.CASES)
 def test_adapter_of_two_ranks_exported_to_peft_answers_as_before(saved, tmp_path, name):
@@ -48,7 +38,7 @@ def test_adapter_of_two_ranks_exported_to_peft_answers_as_before(saved, tmp_path
     assert result.conversion.verified
     expected = load_file(saved / name / "logits.safetensors")["logits"]
     assert not torch.equal(expected, families.outputs(families.build(case.model), case.model))
-    model = reload(tmp_path / "out", case)
+    model = families.reload(tmp_path / "out", case)
     torch.testing.assert_close(families.outputs(model, case.model), expected, rtol=0, atol=0)
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config == {field: found.value for field, found in result.config.items()}

@@ -76,15 +76,6 @@ def without(model, case, globs):
     return model
 
 
-def reload(path, case):
-    from peft import PeftModel
-
-    with warnings.catch_warnings(action="error"):  # PEFT only warns of keys that are missing
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
-        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")
-        return PeftModel.from_pretrained(families.build(case.model), path, is_trainable=True).eval()
-
-
 def save(case, path, source):
     """As PEFT saves it, or as a trainer does."""
     model = families.adapt(case)
@@ -114,7 +105,7 @@ def test_part_of_an_adapter_is_whole_for_peft(tmp_path, name, source):
 def assert_is_part(path, case, expected, before):
     from peft import get_peft_model_state_dict
 
-    reloaded = reload(path, case)
+    reloaded = families.reload(path, case)
     want = families.outputs(expected, case.model)
     assert not torch.equal(want, before)
     torch.testing.assert_close(families.outputs(reloaded, case.model), want, rtol=0, atol=0)
@@ -180,7 +171,7 @@ def test_checkpoint_of_adapted_parameters_alone_has_a_base_model_which_is_not_ex
     result = api.export_lora(tmp_path / "run", tmp_path / "out", alpha=8)
     assert result.conversion.num_tensors == 8, result.conversion.files
     torch.testing.assert_close(
-        families.outputs(reload(tmp_path / "out", EXPERTS), "moe"),
+        families.outputs(families.reload(tmp_path / "out", EXPERTS), "moe"),
         families.outputs(families.adapt(EXPERTS), "moe"),
         rtol=0,
         atol=0,

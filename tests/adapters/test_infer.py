@@ -196,13 +196,6 @@ def test_what_cannot_be_inferred_is_asked_for_or_refused(tmp_path, tensors, opti
     assert not (tmp_path / "out").exists()
 
 
-def test_full_differences_are_not_peft_s(tmp_path):
-    path = write({"lycoris_q.diff": torch.randn(6, 8)}, tmp_path / "a.safetensors")
-    base = base_of(tmp_path, "q.weight")
-    with pytest.raises(UsageError, match="PEFT has no format for full difference"):
-        api.export_lora(path, tmp_path / "out", base=base)
-
-
 def test_saved_module_whose_name_ends_another_s_goes_into_the_base_s_own(tmp_path):
     import warnings
 

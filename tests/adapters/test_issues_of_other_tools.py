@@ -482,30 +482,6 @@ def test_axolotl_3294_sharded_checkpoint_is_merged_directly(run, tmp_path, capsy
     torch.testing.assert_close(found, trained, rtol=0, atol=1e-5)  # float32 sums in another order
 
 
-def test_torchtitan_factors_are_neither_dropped_nor_taken_for_transformers_own(tmp_path, capsys):
-    """torchtitan: `to_hf` drops lora_a and lora_b without a word; their q and k have rows in another order."""
-    import torch.distributed.checkpoint as dcp
-
-    state = {}
-    for name in ("wq", "wk"):
-        module = f"layers.0.attention.{name}"
-        state |= {f"{module}.weight": torch.randn(16, 16), f"{module}.lora_a.weight": torch.randn(4, 16)}
-        state[f"{module}.lora_b.weight"] = torch.randn(16, 4)
-    with warnings.catch_warnings(action="ignore"):
-        dcp.save(state, checkpoint_id=tmp_path / "step-1", no_dist=True)
-    code, document = command(capsys, "check-lora", tmp_path / "step-1", "--for", "peft")
-    assert (code, errors(document), document["num_modules"]) == (3, {"loader-format"}, 2)
-    assert "--base DIR" in hints(document)
-    base = save_base(tmp_path / "base")  # of another width
-    for argv, said in (
-        (("export-lora", tmp_path / "step-1"), "its trainer's own model"),
-        (("merge-lora", base, tmp_path / "step-1"), "rows are not those of"),
-    ):
-        code, document = command(capsys, *argv, tmp_path / "out", "--alpha", "8")
-        assert (code, said in document["error"]["what"]) == (2, True), document
-        assert not (tmp_path / "out").exists()
-
-
 # Merged equals base
 
 

@@ -12,7 +12,17 @@ import toys
 import transformers
 from adapters.families import save_dcp
 from adapters.peft_world import randomise
-from adapters.test_merge import adapt, assert_merged, configs, llama, save_model, tensors_of
+from adapters.test_merge import (
+    adapt,
+    assert_merged,
+    configs,
+    llama,
+    pair,
+    save_model,
+    tensors_of,
+    write_adapter,
+    write_base,
+)
 from quantised.test_dequantize import BLOCK, SIZES, hub_model, in_blocks, write
 from quantised.test_packed import GPTQ, gptq as of_gptq
 from safetensors.torch import save_file
@@ -156,6 +166,36 @@ def test_scale_that_means_nothing_is_a_usage_error(tmp_path, capsys, scale):
     error = json.loads(capsys.readouterr().err)["error"]
     assert error["where"] == "--scale"
     assert not (tmp_path / "out").exists()
+
+
+# The config beside the weights of a merge that casts, and what a dry run says of the files
+
+CONFIG = b'{\n  "model_type": "llama",\n  "text_config": {"torch_dtype": "float32"},\n  "torch_dtype": "float32"\n}\n'
+
+
+@pytest.mark.parametrize("dtype", ["keep", "bf16", "f32"])
+@pytest.mark.parametrize("kind", ["safetensors", "dcp"])
+def test_merge_writes_the_config_and_the_files_of_its_plan(kind, dtype, tmp_path):
+    names = [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
+    source = write_base(tmp_path / "base", {f"{name}.weight": torch.randn(8, 8) for name in names})
+    (source / "config.json").write_bytes(CONFIG)
+    a, b = pair(8, 8)
+    factors = {f"{names[0]}.lora_A.weight": a, f"{names[0]}.lora_B.weight": b}
+    adapter, out = write_adapter(tmp_path / "adapter", factors), tmp_path / "out"
+    if kind == "dcp":
+        api.shard(source, tmp_path / "run", mesh="dp_shard=2")
+        source = tmp_path / "run"
+    planned = api.merge_lora(source, adapter, out, dtype=dtype, dry_run=True)
+    result = api.merge_lora(source, adapter, out, dtype=dtype)
+    wanted = CONFIG.replace(b"float32", b"bfloat16") if dtype == "bf16" else CONFIG
+    assert (out / "config.json").read_bytes() == wanted
+    said = "config.json now has 'bfloat16', not 'float32': the weights were cast"
+    assert (said in result.notes) == (said in planned.notes) == (dtype == "bf16")
+    assert dict(result.files) == {str(p.relative_to(out)): p.stat().st_size for p in out.rglob("*") if p.is_file()}
+    assert [name for name, _ in planned.files] == [name for name, _ in result.files]
+    rough = {".metadata", "ckpt_manifest.json"} if kind == "dcp" else set()
+    assert {row for row in planned.files if row[0] not in rough} <= set(result.files)
+    assert api.verify(out).findings == ()
 
 
 # Quantised releases: what `gather --dequantize` makes of them, and the adapter added to that

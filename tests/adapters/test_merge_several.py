@@ -149,7 +149,7 @@ def test_what_has_no_sum_is_refused(tmp_path):
         with pytest.raises(UsageError, match=what) as caught:
             api.merge_lora(tmp_path / "base", chosen, tmp_path / "out")
         assert "one after the other" in caught.value.hint
-    with pytest.raises(UsageError, match="DoRA"):
+    with pytest.raises(UsageError, match="is dora"):
         api.merge_lora(tmp_path / "base", paths[:2], tmp_path / "out", combine="linear")
 
 

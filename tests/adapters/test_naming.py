@@ -20,7 +20,8 @@ from ckpt_tools import api
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
 from ckpt_tools.adapters.architectures import ARCHITECTURES, candidates
 from ckpt_tools.adapters.architectures.choose import model_family_of
-from ckpt_tools.adapters.architectures.names import is_language_model_path, readings, unflatten
+from ckpt_tools.adapters.architectures.names import is_language_model_path, readings
+from ckpt_tools.adapters.base.model import module_finder
 from ckpt_tools.errors import UsageError
 
 
@@ -176,35 +177,41 @@ def test_flux_families_are_told_apart_by_the_width_of_their_mlp() -> None:
     )
 
 
-def test_language_model_is_refused_with_the_way_out() -> None:
-    with pytest.raises(UsageError) as caught:
-        to_target(adapter([lora("model.layers.0.self_attn.q_proj", (8, 8))]), "kohya")
-    assert "--to peft" in caught.value.hint
+OF_COGVIDEOX = [lora("patch_embed.text_proj", (16, 8))]
+REFUSED = {
+    "a language model": ([lora("model.layers.0.mlp.up_proj", (8, 8))], "kohya", "llm", "language model", "--to peft"),
+    "an unknown model": ([lora("a.0.attn1.to_q", (8, 8))], "kohya", None, "do not belong", "--to peft"),
+    "an unknown module": (
+        [lora("single_transformer_blocks.0.proj_mlp", (128, 32)), lora("mystery.0", (8, 8))], "diffusers", None,
+        "do not belong", "--to peft",
+    ),
+    "a module under two names": (
+        [
+            lora("lora_unet_double_blocks_0_img_attn_qkv", (96, 32)), lora("transformer_blocks.0.attn.to_q", (32, 32)),
+            lora("lora_unet_double_blocks_0_img_mod_lin", (192, 32)),
+        ],
+        "diffusers", "flux1", "twice", "remove one",
+    ),
+    "no names in ComfyUI": (OF_COGVIDEOX, "comfyui", "cogvideox", "ComfyUI.* CogVideoX", "--to diffusers"),
+    "no names in kohya's tools": (OF_COGVIDEOX, "kohya", "cogvideox", "musubi-tuner.* CogVideoX", "--to diffusers"),
+}  # fmt: skip
+"""What is refused → modules, target, family, and the error."""
 
 
-def test_unknown_module_of_a_known_family_is_refused() -> None:
-    modules = [lora("single_transformer_blocks.0.proj_mlp", (128, 32)), lora("mystery.0", (8, 8))]
-    with pytest.raises(UsageError, match="mystery"):
-        to_target(adapter(modules), "diffusers")
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_target_has_no_names_for_is_refused_with_the_way_out(case: str) -> None:
+    modules, target, family, what, hint = REFUSED[case]
+    with pytest.raises(UsageError, match=what) as caught:
+        to_target(adapter(modules), target, architecture=family)
+    assert hint in caught.value.hint
+    assert case != "an unknown module" or caught.value.where == "mystery.0"
+    assert case != "an unknown model" or all(each.title in caught.value.what for each in ARCHITECTURES.values())
 
 
-def test_module_adapted_under_two_names_is_refused() -> None:
-    modules = [
-        lora("lora_unet_double_blocks_0_img_attn_qkv", (96, 32)),
-        lora("lora_unet_double_blocks_0_img_mod_lin", (192, 32)),
-        lora("transformer_blocks.0.attn.to_q", (32, 32)),
-    ]
-    with pytest.raises(UsageError, match="twice"):
-        to_target(adapter(modules, "kohya"), "diffusers", architecture="flux1")
-
-
-def test_unflatten_finds_the_one_module_of_the_base_or_refuses() -> None:
-    base = ["model.layers.0.q_proj.weight", "model.layers.0.q_proj.bias", "a_b.c.weight", "a.b_c.weight"]
-    assert unflatten("lora_unet_model_layers_0_q_proj", base) == "model.layers.0.q_proj"
-    with pytest.raises(UsageError, match="two modules"):
-        unflatten("lora_unet_a_b_c", base)
-    with pytest.raises(UsageError, match="does not name a module"):
-        unflatten("lora_unet_other", base)
+def test_flat_names_find_the_one_module_of_the_base() -> None:
+    find = module_finder(["model.layers.0.q_proj.weight", "model.layers.0.q_proj.bias", "a_b.c.weight", "a.b_c.weight"])
+    found = [find(f"lora_unet_{name}") for name in ("model_layers_0_q_proj", "a_b_c", "other")]
+    assert found == ["model.layers.0.q_proj", None, None]
 
 
 def test_sd15_names_are_not_taken_for_sdxl() -> None:
@@ -267,15 +274,6 @@ def test_musubis_names_of_hunyuan_video_go_in_and_out():
             a, b = (back[f"transformer.{module.path}.lora_{side}.weight"].double() for side in "AB")
             assert torch.allclose(b @ a, delta(module), atol=1e-6)
         assert len(back) == 2 * len(modules)
-
-
-def test_models_that_a_target_does_not_have_are_refused_by_name():
-    modules = [lora("transformer_blocks.0.attn1.to_q", (16, 16)), lora("patch_embed.text_proj", (16, 8))]
-    for target, who in (("comfyui", "ComfyUI"), ("kohya", "musubi-tuner")):
-        with pytest.raises(UsageError, match=rf"{who}.* CogVideoX"):
-            to_target(adapter(modules), target, architecture="cogvideox")
-    with pytest.raises(UsageError, match=r"musubi-tuner.* LTX-2"):
-        to_target(adapter([lora("patchify_proj", (16, 4))]), "kohya", architecture="ltx2")
 
 
 FOREIGN = {

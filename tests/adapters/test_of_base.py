@@ -162,18 +162,6 @@ def test_a_base_of_another_model_is_never_one_with_tables(tmp_path):
                 to_target(adapter(modules), target, base=by_config)
 
 
-@pytest.mark.parametrize("name", image_models.MODELS)
-def test_a_base_with_tables_is_told_by_its_class_and_by_its_weights(name, tmp_path):
-    model = image_models.MODELS[name][0]()
-    model.save_pretrained(tmp_path / "base")
-    assert read_base(tmp_path / "base").family.name == name
-    (tmp_path / "base/config.json").unlink()
-    assert read_base(tmp_path / "base").family.name == name
-    # A part of the weights is evidence of nothing: other models have them as well.
-    shapes = {f"{path}.weight": shape for path, shape in linears(model).items() if "attn" in path}
-    assert name in model_family_of(shapes).possible
-
-
 def test_the_base_goes_before_the_header():
     modules = [lora(f"transformer_blocks.0.attn.{name}", (32, 32)) for name in ATTENTION]
     family = model_family_of({}, {"_class_name": "QwenImageTransformer2DModel"})
@@ -214,19 +202,6 @@ def test_an_architecture_that_the_base_is_not_of_is_refused_or_noted(qwen, tmp_p
         )
 
 
-def flux1_blocks(double, single, width):
-    paths = [f"transformer_blocks.{i}.attn.{name}" for i in range(double) for name in ATTENTION]
-    paths += [f"single_transformer_blocks.{i}.attn.to_q" for i in range(single)]
-    return [lora(path, (width, width), rank=1) for path in paths]
-
-
-def test_flux1_is_told_by_its_depth_and_width():
-    assert choose_families(adapter(flux1_blocks(19, 38, 3072)), base=None) == ("flux1", "chroma")
-    assert choose_families(adapter(flux1_blocks(20, 40, 3072)), base=None) == ("hunyuan_video",)
-    for other in ((19, 37, 3072), (19, 38, 2048)):
-        assert choose_families(adapter(flux1_blocks(*other)), base=None) == ()
-
-
 def test_every_rival_has_names_that_the_family_has():
     """Held against diffusers' own class: what tells the family from a rival is really not the rival's."""
     own = linears(bria())
@@ -235,13 +210,6 @@ def test_every_rival_has_names_that_the_family_has():
         telling = {path for path in linears(image_models.MODELS[name][0]()) if re.fullmatch(pattern, path)}
         assert telling
         assert telling.isdisjoint(own)
-
-
-def test_the_refusal_of_an_unknown_model_does_not_call_it_a_language_model():
-    modules = [lora("mystery_stages.0.attn1.to_q", (8, 8))]
-    with pytest.raises(UsageError, match="do not belong to a model family that ckpt has tables for") as caught:
-        to_target(adapter(modules), "kohya")
-    assert all(each.title in caught.value.what for each in ARCHITECTURES.values())
 
 
 # What ComfyUI computes otherwise than the trainers: exact with the base, refused without, and said

@@ -429,11 +429,6 @@ def test_pattern_that_is_none_or_takes_for_ever_is_refused(tmp_path, pattern):
         read(tmp_path)
 
 
-def test_file_of_a_known_adapter_with_foreign_names_says_which(tmp_path):
-    tensors = pair("lora_unet_q", a="lora_down.weight", b="lora_up.weight") | {"lora_unet_q.mystery": torch.ones(2)}
-    assert read(save(tensors, tmp_path / "x.safetensors")).unknown == ("lora_unet_q.mystery",)
-
-
 def test_strided_and_cut_chunks_are_put_together(tmp_path):
     whole = torch.arange(32.0).reshape(4, 8)
     state = dict(LIVE)

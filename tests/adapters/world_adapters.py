@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 
@@ -11,125 +13,14 @@ Config = dict[str, object]
 Damage = Callable[[Tensors, Config], None]
 
 LORA: Config = {"r": 2, "lora_alpha": 4}
-QV: Config = LORA | {"target_modules": ["q_proj", "v_proj"]}
 
-HEALTHY: Mapping[str, tuple[str, str, Config]] = {
-    "phi3, fused qkv": ("phi3", "Lora", LORA | {"target_modules": ["qkv_proj", "gate_up_proj"]}),
-    "phi3, DoRA": ("phi3", "Lora", LORA | {"target_modules": ["o_proj"], "use_dora": True}),
-    "gemma2, rsLoRA": ("gemma2", "Lora", QV | {"use_rslora": True}),
-    "gemma2, all-linear": ("gemma2", "Lora", LORA | {"target_modules": "all-linear"}),
-    "gemma3, a pattern": ("gemma3", "Lora", LORA | {"target_modules": r".*\.layers\.1\..*_proj"}),
-    "gemma3, norms saved": ("gemma3", "Lora", QV | {"modules_to_save": ["input_layernorm"]}),
-    "mistral": ("mistral", "Lora", QV | {"task_type": "CAUSAL_LM"}),
-    "mistral, gaussian": ("mistral", "Lora", QV | {"init_lora_weights": "gaussian"}),
-    "mistral, rank and alpha patterns": (
-        "mistral", "Lora", QV | {"rank_pattern": {r"layers\.1\.self_attn\.q_proj": 3}, "alpha_pattern": {"v_proj": 6}},
-    ),
-    "mistral, layers chosen": ("mistral", "Lora", QV | {"layers_to_transform": [1]}),
-    "mistral, head saved": ("mistral", "Lora", QV | {"modules_to_save": ["lm_head"]}),
-    "mistral, head and embeddings": ("mistral", "Lora", LORA | {"target_modules": ["lm_head", "embed_tokens"]}),
-    "mistral, excluded": ("mistral", "Lora", QV | {"exclude_modules": ["layers.0.self_attn.q_proj"]}),
-    "mistral, weights tying asked for": ("mistral", "Lora", QV | {"ensure_weight_tying": True}),
-    "mistral, layers replicated": (
-        "mistral", "Lora", QV | {"layer_replication": [[0, 2], [1, 2]], "task_type": "CAUSAL_LM"},
-    ),
-    "mixtral, attention": ("mixtral", "Lora", QV),
-    "mixtral, experts": (
-        "mixtral", "Lora", QV | {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
-    ),
-    "qwen3": ("qwen3", "Lora", LORA | {"target_modules": ["q_proj", "down_proj"], "bias": "none"}),
-    "qwen3, trained tokens": ("qwen3", "Lora", QV | {"trainable_token_indices": [3, 5]}),
-    "qwen3, trained tokens and tied head": (
-        "qwen3", "Lora", QV | {"trainable_token_indices": {"embed_tokens": [3, 5]}},
-    ),
-    "qwen3-moe, router": ("qwen3-moe", "Lora", LORA | {"target_modules": ["q_proj", "k_proj"]}),
-    "qwen3-moe, one parameter": (
-        "qwen3-moe", "Lora", LORA | {"target_modules": [], "target_parameters": ["experts.down_proj"]},
-    ),
-    "gpt-oss, attention": ("gpt-oss", "Lora", QV),
-    "gpt-oss, attention biases": ("gpt-oss", "Lora", QV | {"bias": "lora_only"}),
-    "gpt-oss, experts": (
-        "gpt-oss", "Lora", QV | {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
-    ),
-    "gpt2, Conv1D": ("gpt2", "Lora", LORA | {"target_modules": ["c_attn"], "fan_in_fan_out": True}),
-    "gpt2, Conv1D and all biases": (
-        "gpt2", "Lora", LORA | {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "bias": "all"},
-    ),
-    "gpt-neox, fused qkv": ("gpt-neox", "Lora", LORA | {"target_modules": ["query_key_value"]}),
-    "gpt-neox, its biases": (
-        "gpt-neox", "Lora", LORA | {"target_modules": ["query_key_value", "dense"], "bias": "lora_only"},
-    ),
-    "falcon": ("falcon", "Lora", LORA | {"target_modules": ["query_key_value", "dense_h_to_4h"]}),
-    "opt, biases": ("opt", "Lora", QV | {"bias": "all"}),
-    "opt, biases of its own": ("opt", "Lora", QV | {"lora_bias": True}),
-    "bloom, no targets named": ("bloom", "Lora", LORA | {"task_type": "CAUSAL_LM"}),
-    "olmo2, DoRA": ("olmo2", "Lora", QV | {"use_dora": True}),
-    "mamba": ("mamba", "Lora", LORA | {"target_modules": ["in_proj", "x_proj"]}),
-    "t5": ("t5", "Lora", LORA | {"target_modules": ["q", "v"], "task_type": "SEQ_2_SEQ_LM"}),
-    "t5, feed-forward": ("t5", "Lora", LORA | {"target_modules": ["wi", "wo"]}),
-    "bart": ("bart", "Lora", QV | {"task_type": "SEQ_2_SEQ_LM"}),
-    "bart, biases": ("bart", "Lora", QV | {"bias": "lora_only"}),
-    "whisper": ("whisper", "Lora", QV),
-    "whisper, encoder": ("whisper", "Lora", LORA | {"target_modules": r"model\.encoder\..*fc[12]"}),
-    "bert, biases of its targets": (
-        "bert", "Lora", LORA | {"target_modules": ["query", "value"], "bias": "lora_only", "task_type": "SEQ_CLS"},
-    ),
-    "bert, all biases": ("bert", "Lora", LORA | {"target_modules": ["query"], "bias": "all", "task_type": "SEQ_CLS"}),
-    "deberta": ("deberta", "Lora", LORA | {"target_modules": ["query_proj", "value_proj"], "task_type": "TOKEN_CLS"}),
-    "vit": ("vit", "Lora", LORA | {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["classifier"]}),
-    "vit, patches": ("vit", "Lora", LORA | {"target_modules": ["projection"]}),
-    "siglip": ("siglip", "Lora", LORA | {"target_modules": ["q_proj", "out_proj", "fc1"]}),
-    "clip, text alone": ("clip", "Lora", LORA | {"target_modules": r"text_model\..*\.(q|k)_proj"}),
-    "clip": ("clip", "Lora", QV),
-    "dinov2": ("dinov2", "Lora", QV | {"modules_to_save": ["classifier"]}),
-    "llava": ("llava", "Lora", QV),
-    "llava, head and projector": (
-        "llava", "Lora", LORA | {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["linear_1"]},
-    ),
-    "llava, language model alone": ("llava", "Lora", LORA | {"target_modules": r".*language_model.*\.down_proj"}),
-    "paligemma": ("paligemma", "Lora", QV),
-    "gemma3-images, DoRA": ("gemma3-images", "Lora", QV | {"use_dora": True}),
-    "mistral3": ("mistral3", "Lora", QV),
-    "internvl": ("internvl", "Lora", QV),
-    "mllama": ("mllama", "Lora", QV),
-    "qwen2.5-vl": ("qwen2.5-vl", "Lora", LORA | {"target_modules": ["q_proj", "qkv", "down_proj"]}),
-    "qwen3-vl": ("qwen3-vl", "Lora", LORA | {"target_modules": ["q_proj", "qkv", "linear_fc1"]}),
-    "t5, an embedding": ("t5", "Lora", LORA | {"target_modules": ["q", "encoder.embed_tokens"]}),
-    "gpt2, published without its head": ("gpt2-published", "Lora", LORA | {"target_modules": ["c_attn", "c_proj"]}),
-    "bert, published without its head": (
-        "bert-published", "Lora", LORA | {"target_modules": ["query", "dense"], "modules_to_save": ["classifier"]},
-    ),
-    "qwen3-moe, dense and expert layers": (
-        "qwen3-moe-mixed", "Lora", QV | {"target_modules": ["gate_proj", "up_proj", "down_proj"]},
-    ),
-    "qwen3-moe, attention of mixed layers": ("qwen3-moe-mixed", "Lora", QV),
-    "gemma2, tied embedding": (
-        "gemma2", "Lora", LORA | {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
-    ),
-    "gemma2, tied embedding saved": (
-        "gemma2", "Lora", QV | {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
-    ),
-    "gemma2, head": ("gemma2", "Lora", LORA | {"target_modules": ["q_proj", "lm_head"]}),
-    "bart, embeddings": ("bart", "Lora", LORA | {"target_modules": ["q_proj", "embed_tokens"]}),
-    "t5, shared embedding": ("t5", "Lora", LORA | {"target_modules": ["q", "shared", "lm_head"]}),
-    "clip, convolution": ("clip", "Lora", LORA | {"target_modules": ["patch_embedding", "text_projection"]}),
-    "opt, embedding and biases": ("opt", "Lora", LORA | {"target_modules": ["embed_tokens", "fc2"], "bias": "all"}),
-    "gpt-oss, router": ("gpt-oss", "Lora", QV | {"target_parameters": ["router.weight"]}),
-    "mistral, LoHa": ("mistral", "LoHa", {"r": 2, "alpha": 4, "target_modules": ["q_proj", "up_proj"]}),
-    "olmo2, LoKr": ("olmo2", "LoKr", {"r": 2, "alpha": 4, "target_modules": ["q_proj"]}),
-    "vit, LoKr of full factors": ("vit", "LoKr", {"r": 64, "alpha": 1, "target_modules": ["q_proj"]}),
-    "opt, OFT": ("opt", "OFT", {"oft_block_size": 4, "target_modules": ["q_proj", "fc1"]}),
-    "opt, OFT biases": ("opt", "OFT", {"oft_block_size": 4, "target_modules": ["q_proj"], "bias": "oft_only"}),
-    "bert, OFT of blocks": ("bert", "OFT", {"r": 4, "oft_block_size": 0, "target_modules": ["query"]}),
-    "bart, BOFT": ("bart", "BOFT", {"boft_block_size": 4, "target_modules": ["q_proj"]}),
-    "bart, BOFT biases": ("bart", "BOFT", {"boft_block_size": 4, "target_modules": ["q_proj"], "bias": "boft_only"}),
-    "gemma2, VeRA": ("gemma2", "Vera", {"r": 4, "target_modules": ["v_proj"]}),
-    "mistral, trained tokens alone": (
-        "mistral", "TrainableTokens", {"token_indices": [1, 2], "target_modules": ["embed_tokens"]},
-    ),
-    "mistral, PiSSA": ("mistral", "Lora", QV | {"init_lora_weights": "pissa"}),
-    "qwen3, OLoRA": ("qwen3", "Lora", QV | {"init_lora_weights": "olora"}),
-}  # fmt: skip
+
+def _healthy(model: str, type: str = "Lora", **config: object) -> tuple[str, str, Config]:  # noqa: A002 - the field's name
+    return model, type, (LORA if type == "Lora" else {}) | config
+
+
+_TABLES = tomllib.loads((Path(__file__).parent / "world_adapters.toml").read_text())
+HEALTHY: Mapping[str, tuple[str, str, Config]] = {name: _healthy(**table) for name, table in _TABLES.items()}
 """Name → (model, type, configuration)."""
 
 

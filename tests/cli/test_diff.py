@@ -165,3 +165,43 @@ def test_names_that_no_model_has_are_folded_without_harm(tmp_path, capsys) -> No
     assert sum(int(line.partition("×")[2].partition(":")[0] or 1) for line in lines if line.startswith("~")) == len(
         names
     )
+
+
+ODD = torch.tensor([0.0, -0.0, 1.0, float("nan"), float("inf"), -float("inf"), 3e38, 1e-38])
+WORDS = r"values differ (?:by up to (\S+) )?in ([\d,]+) of [\d,]+ elements(?:, first at \[(.*?)\])?"
+
+
+TYPES = ["float32", "float64", "bfloat16", "float8_e4m3fn", "int16", "bool", "complex64"]
+
+
+@pytest.mark.parametrize("dtype", [getattr(torch, name) for name in TYPES])
+def test_what_differs_is_what_torch_finds(tmp_path, dtype) -> None:
+    """In several blocks of 4 MiB, with NaNs, infinities and both zeros in all pairings."""
+    torch.manual_seed(1)
+    a = torch.randn(1100, 1100).mul(9).to(dtype)
+    b = a.clone()
+    b[1000, 7:90] = torch.randn(83).mul(3).to(dtype) if dtype != torch.bool else False
+    if dtype.is_floating_point and dtype.itemsize > 1:
+        a[1050, :64], b[1050, :64] = ODD.repeat(8).to(dtype), ODD.repeat_interleave(8).to(dtype)
+    for name, tensor in (("a", a), ("b", b)):
+        save_file({"w": tensor}, tmp_path / f"{name}.safetensors")
+    paths = [str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")]
+    bits = [each.contiguous().view(torch.uint8).reshape(a.numel(), -1) for each in (a, b)]
+    unequal = (bits[0] != bits[1]).any(1)
+    first = divmod(int(unequal.nonzero()[0]), 1100)
+    found = re.match(WORDS, api.diff(*paths).changed[0].what)
+    assert found is not None
+    assert (int(found[2].replace(",", "")), found[3]) == (int(unequal.sum()), f"{first[0]}, {first[1]}")
+    if not dtype.is_floating_point or dtype.itemsize == 1:
+        return
+    for rtol, atol in ((0.0, 1e-3), (0.5, 0.0), (1e30, 0.0), (0.0, 1e39)):
+        near = torch.isclose(b.double(), a.double(), rtol=rtol, atol=atol, equal_nan=True)
+        changed = api.diff(*paths, rtol=rtol, atol=atol).changed
+        if near.all():
+            assert not changed
+            continue
+        found = re.match(WORDS, changed[0].what)
+        apart = (b.double() - a.double()).abs()[~near].nan_to_num(torch.inf, torch.inf).max()
+        assert found is not None
+        assert int(found[2].replace(",", "")) == int((~near).sum())
+        assert float(found[1]) == pytest.approx(float(apart), rel=1e-5)

@@ -50,17 +50,6 @@ def test_stream_whose_location_torch_does_not_restore(tmp_path: Path, tag: str) 
         open_path(str(path))
 
 
-def test_stream_whose_device_is_none(tmp_path: Path, capsys) -> None:
-    path = tmp_path / "model.pt"
-    torch.save({"w": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
-    assert main(["verify", str(path)]) == 0
-    path.write_bytes(path.read_bytes().replace(b"cpu", b"cpq"))
-    with pytest.raises(RuntimeError, match="cpq"):
-        torch.load(path, weights_only=True)
-    assert main(["verify", str(path)]) == 4
-    assert "on the device 'cpq'" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("text", ["", "# nothing\n\n"])
 def test_map_that_is_empty(tmp_path: Path, capsys, text: str) -> None:
     (tmp_path / "map.txt").write_text(text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -73,14 +72,9 @@ def test_metadata_missing_is_named_as_a_killed_save(run: Path, refuses) -> None:
     assert "killed" in refuses(run, finding=None)
 
 
-@pytest.mark.parametrize("raw", [b"", b"\x80", content(500), b"\x80\x04" + content(500, 1), b"\xff" * 40])
+@pytest.mark.parametrize("raw", [b"", b"\x80\x04" + content(500, 1)])
 def test_metadata_replaced_by_noise_is_unreadable(run: Path, refuses, raw: bytes) -> None:
     (run / ".metadata").write_bytes(raw)
-    refuses(run, finding=None)
-
-
-def test_metadata_truncated_is_unreadable(run: Path, refuses) -> None:
-    damage.truncate(run / ".metadata", 10)
     refuses(run, finding=None)
 
 
@@ -340,68 +334,16 @@ def _item(dtype: str, sizes: tuple[int, ...]) -> bytes:
     return before + payload + after
 
 
-Entries = list[tuple[str, bytes]]
-
-
-def having(name: str, raw: bytes) -> Callable[[Entries], Entries]:
-    """Give another content to the entries whose names end in `name`."""
-    return lambda entries: [(each, raw if each.endswith(name) else found) for each, found in entries]
-
-
-def lacking(name: str) -> Callable[[Entries], Entries]:
-    return lambda entries: [entry for entry in entries if not entry[0].endswith("/" + name)]
-
-
-def doubled(entries: Entries) -> Entries:
-    name, raw = next(entry for entry in entries if entry[0].endswith("data/0"))
-    return [*entries, (name, content(len(raw), 9))]
-
-
-ITEMS: dict[str, tuple[Callable[[Entries], Entries], str]] = {
-    "deflated": (list, "compressed"),
-    "a zip bomb, deflated": (having("data/0", bytes(1 << 26)), ""),
-    "duplicate entries": (doubled, "two entries"),
-    "two data records": (lambda entries: [*entries, ("archive/data/1", b"x" * 8)], ""),
-    "no payload": (having("data/0", b""), ""),
-    "a short payload": (having("data/0", b"\1" * 4), ""),
-    "a long payload": (having("data/0", b"\1" * 4096), ""),
-    "no data.pkl": (lacking("data.pkl"), ""),
-    "no data/0": (lacking("data/0"), ""),
-    "no version, without which torch loads nothing": (lacking("version"), ""),
-    "big-endian": (having("byteorder", b"big"), "little-endian"),
-}
-
-
-@pytest.mark.filterwarnings("ignore:Duplicate name:UserWarning")
-@pytest.mark.parametrize("kind", ITEMS)
+@pytest.mark.parametrize("kind", ["deflated", "without data.pkl", "without version, and torch loads nothing"])
 def test_item_that_is_no_tensor_of_torch_is_bad_item(run: Path, refuses, kind: str) -> None:
+    """What else is none: tests/unit/test_torch_zip.py."""
     damage.forget_manifest(run)
-    edit, word = ITEMS[kind]
-    compression = zipfile.ZIP_DEFLATED if "deflated" in kind else zipfile.ZIP_STORED
-    item = damage.rezip(damage.read_item(run, UP), edit, compression=compression)
-    assert len(item) < 1 << 17  # the bomb too
+    left = kind.partition("without ")[2].partition(",")[0]
+    compression = zipfile.ZIP_DEFLATED if kind == "deflated" else zipfile.ZIP_STORED
+    item = damage.read_item(run, UP)
+    item = damage.rezip(item, lambda all_: [e for e in all_ if e[0] != f"archive/{left}"], compression=compression)
     damage.replace_item(run, UP, item)
-    assert word in refuses(run, finding="bad-item", conversions=() if "version" in kind else ("gather", "reshard"))
-
-
-@pytest.mark.parametrize(
-    "pickled",
-    [
-        b"cposix\nsystem\n(S'touch owned'\ntR.",
-        b"\x80\x02cposix\nsystem\nq\x00X\x05\x00\x00\x00touchq\x01\x85q\x02Rq\x03.",
-        b"\x80\x02cbuiltins\neval\nq\x00X\x03\x00\x00\x001+1q\x01\x85q\x02Rq\x03.",
-        b"",
-        b"\x80\x02}.",
-        b"\x80\x02" + b"(" * 5000 + b".",
-        b"\x80\x02r\xff\xff\xff\x1f.",
-    ],
-)
-def test_item_with_another_pickle_is_bad_item_and_runs_nothing(run: Path, refuses, monkeypatch, pickled: bytes) -> None:
-    monkeypatch.chdir(run.parent)
-    damage.forget_manifest(run)
-    damage.replace_item(run, UP, damage.rezip(damage.read_item(run, UP), having("data.pkl", pickled)))
-    refuses(run, finding="bad-item")
-    assert not Path("owned").exists()
+    refuses(run, finding="bad-item", conversions=() if left == "version" else ("gather", "reshard"))
 
 
 def test_metadata_that_would_run_code_is_refused(run: Path, refuses, monkeypatch) -> None:
@@ -418,12 +360,3 @@ def test_metadata_path_leading_out_is_unreadable(run: Path, tmp_path: Path, refu
     shutil.copytree(run, tmp_path / "run2")
     first(lambda chunk: replace(chunk, span=replace(chunk.span, file=file.format(run=run))))(run)
     refuses(run, finding=None)
-
-
-def test_zip64_end_that_disagrees_is_bad_item(run: Path, refuses) -> None:
-    damage.forget_manifest(run)
-    item = damage.read_item(run, UP)
-    end64 = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, 1, 1, 10, 0)
-    locator = struct.pack("<4sIQI", b"PK\6\7", 0, len(item) - 22, 1)
-    damage.replace_item(run, UP, item[:-22] + end64 + locator + item[-22:])
-    refuses(run, finding="bad-item")

@@ -71,7 +71,7 @@ def test_file_empty_is_unreadable(model: Path, refuses_hf, size: int) -> None:
     refuses_hf(model)
 
 
-@pytest.mark.parametrize("length", [0, 1, 10_000_000, 100_000_001, 1 << 63, (1 << 64) - 1])
+@pytest.mark.parametrize("length", [0, 10_000_000, (1 << 64) - 1])
 def test_header_length_lies_is_unreadable(model: Path, refuses_hf, length: int) -> None:
     path = model / "model.safetensors"
     path.write_bytes(length.to_bytes(8, "little") + path.read_bytes()[8:])
@@ -84,68 +84,10 @@ def _with_header(path: Path, text: bytes) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"",
-        b"not json",
-        b"[]",
-        b"\xff\xfe{}",
-        b"{" * 100_000,
-        b'{"a":' * 100_000,
-        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}',
-        b'{"__metadata__": 3}',
-        b'{"__metadata__": {"a": 1}}',
-        b'{"w": {"dtypo": "F32", "shape": [1], "data_offsets": [0, 4]}}',
-        b'{"\\ud800": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}',
-        b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[4],"data_offsets":[3,7]}}',
-        b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[4],"data_offsets":[5,9]}}',
-    ],
-    ids=["empty", "text", "list", "not-utf8", "deep", "deeper", "open", "metadata-number", "metadata-not-text",
-         "no-dtype", "surrogate", "overlap", "hole"],
-)  # fmt: skip
+@pytest.mark.parametrize("text", [b"not json", b'{"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}}'])
 def test_header_replaced_is_unreadable(model: Path, refuses_hf, text: bytes) -> None:
+    """What else headers cannot say: tests/unit/test_safetensors.py."""
     _with_header(model / "model.safetensors", text)
-    refuses_hf(model)
-
-
-def test_header_names_a_tensor_twice_is_unreadable(model: Path, refuses_hf) -> None:
-    one = b'"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}'
-    path = model / "model.safetensors"
-    text = b"{" + one + b", " + one + b"}"
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"1234")
-    assert "twice" in refuses_hf(model)
-
-
-def _one(dtype: object, shape: object, offsets: object) -> bytes:
-    text = json.dumps({"w": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}).encode()
-    return len(text).to_bytes(8, "little") + text
-
-
-@pytest.mark.parametrize(
-    ("dtype", "shape", "offsets", "nbytes"),
-    [
-        ("F32", [4], [0, 8], 8),
-        ("F32", [4], [4, 20], 20),
-        ("F32", [4], [16, 0], 16),
-        ("F32", [-4], [0, 16], 16),
-        ("F32", [4.0], [0, 16], 16),
-        ("F32", [True] * 2, [0, 4], 4),
-        ("F32", [1 << 62, 4], [0, 0], 0),
-        ("F32", [0, 1 << 62, 1 << 62], [0, 0], 0),
-        ("F32", [1] * 2000, [0, 4], 4),
-        ("F99", [4], [0, 16], 16),
-        ("C128", [1], [0, 16], 16),
-        (["F32"], [4], [0, 16], 16),
-        ("F32", "4", [0, 16], 16),
-        ("F32", [4], [0, 16, 32], 16),
-        ("F32", [4], None, 16),
-        ("F4", [3], [0, 1], 1),
-        ("F32", [10**30], [0, 16], 16),
-    ],
-)
-def test_header_impossible_tensor_is_unreadable(model: Path, refuses_hf, dtype, shape, offsets, nbytes) -> None:
-    (model / "model.safetensors").write_bytes(_one(dtype, shape, offsets) + bytes(nbytes))
     refuses_hf(model)
 
 
@@ -217,17 +159,10 @@ def test_files_that_their_index_does_not_describe_are_unreadable(indexed: Path, 
     assert word in refuses_hf(indexed)
 
 
-@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/../../x", "a\0b", ""])
-def test_index_naming_files_outside_is_unreadable(indexed: Path, tmp_path: Path, refuses_hf, name: str) -> None:
+@pytest.mark.parametrize("raw", [b"{", b'{"weight_map": {"model.step": "../model.safetensors"}}'])
+def test_index_replaced_is_unreadable(indexed: Path, tmp_path: Path, refuses_hf, raw: bytes) -> None:
+    """What else is no index: tests/unit/test_hf.py."""
     (tmp_path / "model.safetensors").write_bytes(safetensors_bytes(MODEL))
-    _edit_index(indexed, lambda d: d["weight_map"].update({"model.step": name}))
-    refuses_hf(indexed)
-
-
-@pytest.mark.parametrize(
-    "raw", [b"", b"{", b"[]", b"{}", b'{"weight_map": []}', b'{"weight_map": {"a": 1}}', b"\xff\xff"]
-)
-def test_index_replaced_is_unreadable(indexed: Path, refuses_hf, raw: bytes) -> None:
     _index(indexed).write_bytes(raw)
     refuses_hf(indexed)
 

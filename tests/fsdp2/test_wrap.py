@@ -123,6 +123,31 @@ def test_module_without_forward_or_with_a_list_to_write_into_is_no_block():
         find_blocks(model, "frames.*")
 
 
+class Bare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("shared", "blocks", "expected"),
+    [
+        (Block(), "auto", ["layers.0.shared", "layers.0", "layers.1"]),
+        (nn.ModuleList([nn.Linear(4, 4)]), "auto", ["layers.0.shared.0", "layers.0", "layers.1"]),
+        (nn.Linear(4, 4), "layers.1", ["layers.0.shared", "layers.1"]),
+        (Bare(), "auto", []),  # nothing gathers what has no forward: the root does
+        (nn.GELU(), "auto", ["layers.0", "layers.1"]),
+    ],
+)
+def test_module_that_several_blocks_contain_is_wrapped_before_them_or_they_are_left_to_the_root(
+    shared, blocks, expected
+):
+    model = Net()
+    for layer in model.layers:
+        layer.shared = shared
+    assert list(find_blocks(model, blocks)) == expected
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3-moe", "bert", "t5", "llava"])
 def test_blocks_of_transformers_models_are_those_that_may_not_be_split(kind):
     model = models.build(kind)

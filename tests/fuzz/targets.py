@@ -42,6 +42,7 @@ from ckpt_tools.checkpoint.formats.manifest import (
 )
 from ckpt_tools.checkpoint.formats.safetensors import LENGTH_BYTES, HeaderFile, parse_header, parse_length
 from ckpt_tools.checkpoint.formats.torch_zip import check_archive, item_frame, parse_item
+from ckpt_tools.checkpoint.globs import NameIndex
 from ckpt_tools.checkpoint.layout import Box, Mesh, Shard
 from ckpt_tools.checkpoint.tiling import check_tiling
 from ckpt_tools.errors import CkptError, UsageError
@@ -438,7 +439,7 @@ def _check_rules(data: bytes) -> bool:
     try:
         rules = parse_rules(data.decode("utf-8"), where="rules.yaml", world_size=16)
         names = {"model.layers.0.self_attn.q_proj.weight": ("layers.0.self_attn.q_proj.weight",)}
-        assert not any(replace(rule, optional=True).find(names) - names.keys() for rule in rules.rules)
+        assert not any(replace(rule, optional=True).find(NameIndex(names)) - names.keys() for rule in rules.rules)
     except (UnicodeDecodeError, UsageError):
         return False
     assert rules.mesh is None or rules.mesh.world_size == 16

@@ -421,6 +421,7 @@ SWEPT: dict[str, dict] = {
 }
 
 
+@pytest.mark.timeout(3600)  # with --zoo: hundreds of pushes
 @pytest.mark.parametrize("kind", SWEPT)
 def test_push_any_request_may_fail(hub: Hub, push, push_json, model: Path, naps, kind: str, request):
     """Whole, or an error and nothing of it there (all of it, where the check alone failed); run again, whole."""

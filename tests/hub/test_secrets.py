@@ -26,7 +26,7 @@ from safetensors.numpy import save_file
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.hub import secrets
-from ckpt_tools.hub.plan import file_of_bytes
+from ckpt_tools.hub.plan import digest_files, file_of_bytes
 from ckpt_tools.hub.secrets import BLOCK_BYTES, find_secrets, refuse_secrets, rules
 from ckpt_tools.storage.source import LocalSource
 
@@ -400,6 +400,18 @@ def test_what_cannot_be_searched_is_listed() -> None:
         (path, said), *_ = searched(name, content)
         assert path.partition("!")[0] == name
         assert why in said
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.zip", "a.tar.gz"])
+def test_file_cut_anywhere_ends_no_search(tmp_path: Path, name: str) -> None:
+    pack = {"a.png": _png(b"zTXt"), "a.zip": _zip("x", zipfile.ZIP_DEFLATED), "a.tar.gz": _tar}[name]
+    whole = pack(b"nothing that anybody would call a secret")
+    for nbytes in {*range(min(len(whole), 60)), *range(0, len(whole), 11)}:
+        (tmp_path / name).write_bytes(whole[:nbytes])
+        with LocalSource(str(tmp_path)) as source:
+            assert {
+                path for path, _ in refuse_secrets(source, digest_files(source, [name], num_workers=1).values(), None)
+            } <= {name}
 
 
 def test_archive_that_unpacks_without_end_is_left(monkeypatch) -> None:

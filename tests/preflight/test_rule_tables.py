@@ -23,17 +23,20 @@ _PART = re.compile(r"(?P<names>.+?)(?P<sign>!=|>=|[=<>%!?])(?P<words>.*)|(?P<bar
 def config_that_breaks(row: Mapping[str, str]) -> Subject:
     """Return the least config of which all conditions of a row hold."""
     values: dict[str, Any] = {}
-    spec: dict[str, Any] = {"framework": row["framework"], "engine": "fsdp2"}
+    spec: dict[str, Any] = {"framework": row["framework"], "engine": "fsdp2", "axes": {}}
     for condition in row["conditions"].split():
         match = _PART.fullmatch(condition)
         assert match is not None
         name, sign, words = (match["names"] or match["bare"]).split("/")[0], match["sign"] or "", match["words"] or ""
         if name == "@engine":
             spec["engine"] = words.split("|")[0] if sign == "=" else "fsdp1"
-        elif name.startswith("@"):
-            spec["axes"] = {name[1:]: int(words) + 1}
+        elif name[1:] in ParallelSpec.__slots__ and name[0] == "@":
+            word = words.split("|")[0]
+            spec[name[1:]] = int(word) if word.isdecimal() else word or None
+        elif name[0] == "@":
+            spec["axes"][name[1:]] = int(words) + (sign == ">")
         elif sign in ("", "?"):
-            values.setdefault(name, "epoch" if name.endswith("_strategy") else 1)
+            values.setdefault(name, "epoch" if name.endswith("_strategy") else 7)
         elif sign == "=":
             values[name] = {"true": True, "false": False}.get(words.split("|")[0], words.split("|")[0])
         elif sign in "<>%>=":

@@ -30,7 +30,8 @@ def test_index_is_parsed() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [b"", b"[]", b"{}", b'{"weight_map": 1}', b'{"weight_map": {"a": null}}', b"\xff", b"[" * 100_000,
+    [b"", b"{", b"[]", b"{}", b'{"weight_map": 1}', b'{"weight_map": []}', b'{"weight_map": {"a": ""}}',
+     b'{"weight_map": {"a": null}}', b"\xff", b"[" * 100_000,
      b'{"weight_map": {"a": "../x"}}', b'{"weight_map": {"a": "/x"}}', b'{"weight_map": {"a": "y/../../x"}}',
      b'{"weight_map": {"a": "x\\u0000y"}}'],
 )  # fmt: skip

@@ -15,7 +15,7 @@ from samples import examples
 
 from ckpt_tools.checkpoint.dtypes import BY_NAME
 from ckpt_tools.checkpoint.entries import ByteSpan, Chunk, TensorEntry
-from ckpt_tools.checkpoint.globs import compile_glob
+from ckpt_tools.checkpoint.globs import NameIndex, compile_glob
 from ckpt_tools.checkpoint.layout import Box, Mesh, Replicate, Shard
 from ckpt_tools.errors import UsageError
 from ckpt_tools.floors import is_older
@@ -103,6 +103,10 @@ def naive(pattern):
 def test_compile_glob_any_pattern_equals_the_plain_regular_expression(pattern, names):
     for name in names:
         assert bool(compile_glob(pattern).fullmatch(name)) == bool(naive(pattern).fullmatch(name)), name
+    index, meant = NameIndex({name: (name,) for name in names}), naive(pattern).fullmatch
+    assert index.find(pattern) == {name for name in names if meant(name)}
+    inside = {name for name in names if "." in name and meant(name.rpartition(".")[0])}
+    assert index.find(pattern, modules=True) == index.find(pattern) | inside
 
 
 @pytest.mark.timeout(60)
@@ -271,16 +275,17 @@ def test_parse_set_bad_text_is_refused(text, fragment):
 )
 def test_rule_style_cuts_the_dim_that_transformers_cuts(style, name, num_dims, expected):
     rule = Rule(match="m.*.proj", style=style)
-    assert rule.find({"w": (f"m.0.proj.{name}",)})
+    assert rule.find(NameIndex({"w": (f"m.0.proj.{name}",)}))
     assert rule.placements(f"m.0.proj.{name}", num_dims) == expected
 
 
 def test_rule_style_matches_module_and_parameter_but_no_deeper():
     rule = Rule(match="m.proj", style="colwise")
-    names = {n: (n,) for n in ("m.proj", "m.proj.weight", "m.proj.x.weight", "x.m.proj.weight", "m")}
+    names = NameIndex({n: (n,) for n in ("m.proj", "m.proj.weight", "m.proj.x.weight", "x.m.proj.weight", "m")})
     assert rule.find(names) == {"m.proj", "m.proj.weight"}
     assert Rule(match="m.proj", place={}).find(names) == {"m.proj"}
-    both = {"a": ("m.proj", "b"), "b": ("b", "m.proj.weight"), "c": ("c",)}  # one by its own name, one by the source's
+    # One by its own name, one by the source's.
+    both = NameIndex({"a": ("m.proj", "b"), "b": ("b", "m.proj.weight"), "c": ("c",)})
     assert Rule(match="m.proj*.{weight}", style="colwise").find(both) == {"b"}
     assert replace(rule, is_live=True, optional=True).find(both) == set()
     assert rule.find(both) == {"a", "b"}

@@ -1,6 +1,7 @@
 """Runs the loaders' own code on toy models, and says how far what they load is from what was trained.
 
-    bin/loaders [--comfyui DIR] [--sd-scripts DIR] [--musubi DIR] [--ai-toolkit DIR] [--only NAME …] [--every] [--write]
+    bin/loaders [--comfyui DIR] [--sd-scripts DIR] [--musubi DIR] [--ai-toolkit DIR] [--invokeai DIR] [--vllm DIR]
+                [--sglang DIR] [--only NAME …] [--every] [--write]
 
 For every architecture and family, PEFT makes an adapter of diffusers' model; `ckpt export-lora` writes it for each
 target; each loader's source, from a directory that you name, loads the file in a process of its own. The error is the
@@ -36,12 +37,13 @@ from ckpt_tools.errors import CkptError  # noqa: E402
 
 READS: Mapping[str, Sequence[str]] = {
     "peft": ("peft",),
-    "diffusers": ("diffusers", "ai-toolkit"),
-    "comfyui": ("comfyui", "diffusers", "ai-toolkit"),
-    "kohya": ("kohya", "comfyui", "diffusers"),
+    "diffusers": ("diffusers", "ai-toolkit", "invokeai"),
+    "comfyui": ("comfyui", "diffusers", "ai-toolkit", "invokeai"),
+    "kohya": ("kohya", "comfyui", "diffusers", "invokeai"),
 }
 """Target of an export → loaders that are given the file."""
-SOURCES = ("comfyui", "sd-scripts", "musubi", "ai-toolkit", "vllm")
+SERVERS = ("vllm", "sglang")
+SOURCES = ("comfyui", "sd-scripts", "musubi", "ai-toolkit", "invokeai", *SERVERS)
 MODULES: Mapping[str, str] = {"sd-scripts": "kohya", "musubi": "kohya", "lycoris": "kohya", "ai-toolkit": "ai_toolkit"}
 """Whose code → the module here that runs it; none is of that name."""
 _TIMEOUT = 1200
@@ -84,9 +86,10 @@ class World:
     def loaded(self, file: Path, loader: str) -> Tensors:
         """Return what a loader made, under diffusers' names."""
         found = load_file(file)
-        if loader not in ("peft", "diffusers", "ai-toolkit") and (
-            loader != "kohya" or self.toy.kohya.get("names") != "diffusers"
-        ):
+        of_diffusers = loader in ("peft", "diffusers", "ai-toolkit")
+        of_diffusers |= loader == "kohya" and self.toy.kohya.get("names") == "diffusers"
+        of_diffusers |= loader == "invokeai" and self.toy.invokeai != "flux"
+        if not of_diffusers:
             found = self.toy.to_diffusers(found)
         lacking = sorted({*self.weights} - {*found})
         assert not lacking, f"{self.name}: {loader} gave back no {lacking[:4]}"
@@ -132,9 +135,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--write", action="store_true", help="write the table of docs/dev/loaders.md")
     given = parser.parse_args(arguments)
     sources = {name: found for name in SOURCES if (found := getattr(given, name.replace("-", "_")))}
-    unknown = sorted({*given.only} - {*table} - {*FAMILIES} - {*READS} - {"vllm"})
+    unknown = sorted({*given.only} - {*table} - {*FAMILIES} - {*READS} - {*SERVERS})
     if unknown:
-        parser.error(f"{unknown[0]!r} is no architecture, family or target, and not vllm")
+        parser.error(f"{unknown[0]!r} is no architecture, family or target, and no server")
 
     def chosen(names: Iterable[str]) -> list[str]:
         names = list(names)
@@ -143,11 +146,12 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="ckpt-loaders-") as root:
         runs = Runs(sources, Path(root))
         cells: list[Cell] = []
-        if given.only != ["vllm"]:
+        if not given.only or not {*given.only} <= {*SERVERS}:
             worlds = make_worlds({name: table[name] for name in chosen(table)}, runs)
             cells = judge(worlds, chosen(FAMILIES), chosen(READS), runs, every=given.every)
-        if "vllm" in sources and (not given.only or "vllm" in given.only):
-            cells += judge_vllm(runs)
+        for server in SERVERS:
+            if server in sources and (not given.only or server in given.only):
+                cells += judge_server(server, runs)
     print(render(cells))
     if given.write:
         write(cells)
@@ -245,19 +249,19 @@ def _export(world: World, family: str, target: str, place: Path) -> tuple[list[C
     return cells, jobs
 
 
-def judge_vllm(runs: Runs) -> list[Cell]:
-    """Give adapters of language models to vLLM."""
+def judge_server(server: str, runs: Runs) -> list[Cell]:
+    """Give adapters of language models to vLLM or SGLang."""
     jobs, meant = [], {}
     for name in language.ADAPTERS:
         base, directory, weights, trained = language.make(name, runs.root)
-        verdict = api.check_lora(directory, base=base, loaders=["vllm"])
-        cell = Cell("", name, "peft", "vllm", verdict=verdict.verdict)
+        verdict = api.check_lora(directory, base=base, loaders=[server])
+        cell = Cell("", name, "peft", server, verdict=verdict.verdict)
         cell.why = "; ".join(each.what for each in verdict.findings if each.severity == "error")
         file, model = directory / "adapter_model.safetensors", next(base.glob("*.safetensors"))
-        out = directory / "loaded.safetensors"
+        out = runs.root / f"{server}-{directory.name}.safetensors"
         jobs.append({"id": cell.id, "architecture": "", "base": str(model), "file": str(file), "out": str(out)})
         meant[cell.id] = (cell, out, weights, trained)
-    for name, failure in runs.answers("vllm", runs.sources["vllm"], jobs).items():
+    for name, failure in runs.answers(server, runs.sources[server], jobs).items():
         cell, out, weights, trained = meant[name]
         cell.answered(failure)
         if not failure:

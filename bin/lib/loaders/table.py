@@ -16,6 +16,9 @@ COLUMNS = (
     ("kohya", "kohya"),
     ("kohya", "comfyui"),
     ("kohya", "diffusers"),
+    ("diffusers", "invokeai"),
+    ("comfyui", "invokeai"),
+    ("kohya", "invokeai"),
     ("", "ai-toolkit"),
 )
 """Target of an export ("" for whichever the loader takes), and the loader that is given the file."""

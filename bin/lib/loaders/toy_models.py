@@ -32,6 +32,7 @@ class Toy:
     kohya: dict[str, Any] = field(default_factory=dict)
     ai_toolkit: dict[str, str] = field(default_factory=dict)
     comfyui: str = ""
+    invokeai: str = ""
     unet: dict[str, Any] = field(default_factory=dict)
     wider: dict[str, Any] = field(default_factory=dict)
     shorter: dict[str, Any] = field(default_factory=dict)

@@ -7,7 +7,7 @@ U-Net), to the one or several diffusers modules that hold the same rows. kohya a
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -196,24 +196,3 @@ def place(path: str, architecture: Architecture) -> ModulePlace:
 def is_language_model_path(path: str) -> bool:
     """Does `path` look like a module of a language model's layers?"""
     return _LANGUAGE_MODEL.fullmatch(path) is not None
-
-
-def underscored(base_names: Collection[str]) -> Mapping[str, str | None]:
-    """Return, by its name with underscores, every module of a base model; None where two have the same."""
-    table: dict[str, str | None] = {}
-    for name in base_names:
-        module = name.rpartition(".")[0] if name.endswith((".weight", ".bias")) else name
-        flat = module.replace(".", "_")
-        table[flat] = module if table.get(flat, module) == module else None
-    return table
-
-
-def unflatten(path: str, base_names: Collection[str]) -> str:
-    """Return the module of a base model whose flattened name is `path` ("lora_unet_…", "lycoris_…", or bare)."""
-    table = underscored(base_names)
-    flat = re.sub(r"^(?:lora_unet|lora_transformer|lora_prior_unet|lycoris|lora)_", "", path)
-    found = table.get(flat)
-    if found is None:
-        problem = "names two modules of the base" if flat in table else "does not name a module of the base"
-        raise UsageError(f"{path!r} {problem}", where=path)
-    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.adapters.adapter import Adapter, F, Shapes, Sourced
@@ -25,6 +25,10 @@ _MAX_LAYERS = 10_000
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _STACKED = re.compile(r"\.experts\.\w+$")
 """Experts one by one, as many models have them on disk, and stacked, as the live model has them."""
+_FRONTS = ("", "diffusion_model.", "model.diffusion_model.", "transformer.", "unet.", "base_model.model.")
+"""What the ecosystems put in front of a model's own module paths."""
+FLAT = re.compile(r"^(?:lora_(?:unet|transformer|prior_unet|te[12]?)|lycoris|lora)_")
+"""What kohya and its relatives put in front of flattened paths."""
 _ROOTS = ("model", "transformer", "backbone")
 """Names of the inner model in transformers' classes with a head, beside those called like the model's type."""
 
@@ -63,6 +67,21 @@ def parents_of(names: Iterable[str]) -> frozenset[str]:
             found.add(path)
             path = path.rpartition(".")[0]
     return frozenset(found)
+
+
+def module_finder(base_names: Collection[str]) -> Callable[[str], str | None]:
+    """Return what tells which module of a base a name means, whatever tools put in front of it; None for no one."""
+    modules = parents_of(base_names)
+    flat: dict[str, str | None] = {}  # By names with underscores; None where two modules have the same
+    for module in modules:
+        key = module.replace(".", "_")
+        flat[key] = None if key in flat else module
+
+    def find(path: str) -> str | None:
+        dotted = (path.removeprefix(front) for front in _FRONTS)
+        return next((name for name in dotted if name in modules), None) or flat.get(FLAT.sub("", path))
+
+    return find
 
 
 def base_path(path: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.adapters.adapter import Convention
-from ckpt_tools.adapters.base.model import names_in_model
+from ckpt_tools.adapters.base.model import FLAT, names_in_model
 from ckpt_tools.adapters.base.tied import EMBEDDINGS
 from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.errors import UsageError
@@ -32,8 +32,6 @@ FUSED: Mapping[str, tuple[str, ...]] = {
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 _STACKS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Parameter of stacked experts (transformers 5) → the modules of one expert whose rows it has."""
-_FLAT = re.compile(r"lora_(?:unet|transformer|prior_unet|te[12]?)_|lycoris_")
-"""What kohya and its relatives put in front of flattened paths."""
 _MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's names of an expert's modules on disk
 
 
@@ -203,8 +201,7 @@ def _flattened(slots: Mapping[str, Slot]) -> dict[str, str]:
 
 def _without_prefix(name: str) -> str:
     path, _, parameter = name.rpartition(".")
-    if (flat := _FLAT.match(path)) is not None:
-        path = path[flat.end() :]
+    path = FLAT.sub("", path)
     for prefix in ("diffusion_model.", "transformer.", "unet."):
         path = path.removeprefix(prefix)
     return f"{path.replace('.', '_')}.{parameter}"

@@ -105,7 +105,7 @@ def _flux1_kohya(keys: Keys, architecture: Architecture, loading: Loading) -> Ke
     found: Keys = {}
     for key, name in keys.items():
         flat = key.replace("diffusion_model.", "lora_unet_").replace("text_encoders.clip_l.transformer.", "lora_te_")
-        module, suffix = _cut(flat)
+        module, suffix = cut(flat)
         if not flat.startswith(("lora_unet_", "lora_te_", "lora_te1_")) or "text_projection" in flat:
             continue
         if ".diff" in flat or "position_embedding" in flat:
@@ -151,9 +151,9 @@ def _flux1_named(keys: Keys, architecture: Architecture, start: str) -> Keys:
     if conversion is None:
         raise RejectedError(f"it takes names with {start} for those of FLUX.1")
     encoder = {key: name for key, name in keys.items() if key.startswith("lora_te1_")}
-    found = _convert(conversion, {key: name for key, name in keys.items() if key not in encoder}, architecture.main)
+    found = convert(conversion, {key: name for key, name in keys.items() if key not in encoder}, architecture.main)
     for key, name in encoder.items():
-        module, suffix = _cut(key)
+        module, suffix = cut(key)
         place = _native(architecture.parts[1], module.removeprefix("lora_te1_"))
         found |= _spread(place, suffix, name) if place is not None else {}
     return found
@@ -181,7 +181,7 @@ def _flux2_kohya(keys: Keys, part: ModelPart) -> Keys:
     outside = {"img_in", "txt_in", "time_in.in_layer", "time_in.out_layer", "final_layer.linear"}
     found: Keys = {}
     for key, name in keys.items():
-        module, suffix = _cut(key)
+        module, suffix = cut(key)
         place = _native(part, module.removeprefix("lora_unet_")) if module.startswith("lora_unet_") else None
         if place is not None and ("_blocks" in place.native or place.native in outside):
             found |= _spread(place, suffix, name)
@@ -192,7 +192,7 @@ def _flux2_native(keys: Keys, part: ModelPart, loading: Loading) -> Keys:
     found: Keys = {}
     for key, name in keys.items():
         inner = key.removeprefix("diffusion_model.").replace("lora_down", "lora_A").replace("lora_up", "lora_B")
-        module, suffix = _cut(inner)
+        module, suffix = cut(inner)
         if inner.startswith(("single_transformer_blocks.", "transformer_blocks.", "sformer_blocks.")):
             inner = inner.replace("sformer_blocks.", "transformer_blocks.", 1) if inner.startswith("sf") else inner
             found[f"transformer.{inner}"] = name
@@ -216,7 +216,7 @@ def _lokr(keys: Keys, architecture: Architecture, loading: Loading) -> None:
     elif any(of_lycoris) and not all(of_lycoris):
         raise RejectedError(f"{list(keys)[of_lycoris.index(False)]} is not a LyCORIS name, but other keys are")
     for key, name in keys.items():
-        module, suffix = _cut(key)
+        module, suffix = cut(key)
         if suffix == "alpha" or suffix.startswith("lokr_"):
             for prefix in prefixes:
                 inner = module.removeprefix(prefix)
@@ -239,7 +239,7 @@ def _converted(keys: Keys, file: AdapterFile, architecture: Architecture, loadin
         return
     conversion = next((each for each in architecture.conversions if each.applies(keys)), None)
     if conversion is not None:
-        keys = _convert(conversion, keys, architecture.main)
+        keys = convert(conversion, keys, architecture.main)
     elif file.base_class in architecture.classes and _applies_to_any(file):
         _load_for_any(file, loading)
         return
@@ -247,7 +247,8 @@ def _converted(keys: Keys, file: AdapterFile, architecture: Architecture, loadin
     _inject(keys, architecture, file, loading)
 
 
-def _convert(conversion: KeyConversion, keys: Keys, part: ModelPart) -> Keys:
+def convert(conversion: KeyConversion, keys: Keys, part: ModelPart) -> Keys:
+    """Rename what a conversion renames; raise RejectedError where it raises. A NUL in front marks alphas."""
     found: Keys = {}
     natives: set[str] = set()
     alphas: set[str] = set()
@@ -256,7 +257,7 @@ def _convert(conversion: KeyConversion, keys: Keys, part: ModelPart) -> Keys:
     for key, name in keys.items():
         prefix = next((each for each in conversion.prefixes if key.startswith(each)), None)
         inner = key.removeprefix(prefix or "")
-        module, suffix = _cut(inner)
+        module, suffix = cut(inner)
         if re.fullmatch(conversion.ignores, inner):
             continue
         if prefix is None or not re.fullmatch(conversion.suffixes, suffix) or re.fullmatch(conversion.refuses, inner):
@@ -271,7 +272,7 @@ def _convert(conversion: KeyConversion, keys: Keys, part: ModelPart) -> Keys:
             alphas |= {place.native} if suffix == "alpha" else set()
         elif conversion.others == "raise":
             raise RejectedError(f"it cannot convert {key}")
-        elif suffix != "alpha":
+        elif suffix != "alpha" and conversion.others == "keep":
             found[f"{part.component}.{inner}"] = name
     if (reason := conversion.why_not(natives)) is not None:
         raise RejectedError(reason)
@@ -313,7 +314,7 @@ def _ldm_kohya(keys: Keys, architecture: Architecture) -> Keys:
     (conversion,) = architecture.conversions
     encoders = {part.component: part for part in architecture.parts if part.is_encoder}
     for key, name in keys.items():
-        module, suffix = _cut(key)
+        module, suffix = cut(key)
         if suffix not in ("lora_down.weight", "lora_up.weight", "alpha"):
             raise RejectedError(f"it cannot rename {key}")
         if not {f"{module}.lora_down.weight", f"{module}.lora_up.weight"} <= keys.keys():
@@ -357,7 +358,7 @@ def _spread(place: ModulePlace, suffix: str, name: str) -> Keys:
     return {f"{prefix}{path}.{ends.get(suffix, suffix)}": name for path in paths}
 
 
-def _cut(key: str) -> tuple[str, str]:
+def cut(key: str) -> tuple[str, str]:
     """Split a name into module and suffix."""
     match = re.search(r"\.(?:lora_\w+(?:\.\w+)?|lokr_\w+|hada_\w+|alpha|diff(?:_b)?|dora_scale|\w+_blocks)$", key)
     return (key, "") if match is None else (key[: match.start()], key[match.start() + 1 :])

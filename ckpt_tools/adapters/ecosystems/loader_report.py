@@ -12,9 +12,11 @@ from ckpt_tools.adapters.architectures.architecture import ModelFamily
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG
 from ckpt_tools.checkpoint.entries import Finding, Severity, TensorEntry
 
-Loader = Literal["peft", "diffusers", "comfyui", "kohya", "vllm", "llama.cpp", "mlx"]
+Loader = Literal["peft", "diffusers", "comfyui", "kohya", "invokeai", "vllm", "sglang", "llama.cpp", "mlx"]
 APART: Mapping[str, str] = {"llama.cpp": "gguf", "mlx": "mlx"}
 """Loaders that read files of one format, which no other loader reads → what the format is called."""
+EXPORTS: Mapping[str, str] = {**APART, "vllm": "peft", "sglang": "peft", "invokeai": "kohya"}
+"""Loader without a target of its own name → target of the export for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

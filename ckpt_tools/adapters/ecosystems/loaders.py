@@ -1,17 +1,21 @@
-"""What ComfyUI, kohya's trainers and vLLM make of an adapter."""
+"""What ComfyUI, InvokeAI, kohya's trainers, vLLM and SGLang make of an adapter."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.adapters.architectures.architecture import Architecture, ComfyUI, ModelPart, Spelling
 from ckpt_tools.adapters.architectures.names import find, find_as
 from ckpt_tools.adapters.base.model import parents_of
+from ckpt_tools.adapters.ecosystems.diffusers_loader import convert, cut
 from ckpt_tools.adapters.ecosystems.loader_report import AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.ecosystems.peft.config_rules import MODEL_TYPES, variants_in
 from ckpt_tools.adapters.ecosystems.peft.files import ROOT
+from ckpt_tools.adapters.families.family import MERGE_HINT
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, BASE_NORM, DORA_SCALE, PEFT_FILE
 
 # ComfyUI: it never fails, it warns and goes on.
@@ -144,6 +148,49 @@ def _encoder(name: str, part: ModelPart) -> str | None:
     return None
 
 
+# InvokeAI, whose formats the families' tables have.
+#
+# Source: InvokeAI 6.14, backend/model_manager/load/model_loaders/lora.py, backend/patches/layers/dora_layer.py,
+# layer_patcher.py, lora_conversions/flux_xlabs_lora_conversion_utils.py.
+
+_XLABS = re.compile(r"double_blocks\.\d+\.processor\.(?:qkv|proj)_lora[12]\.(?:down|up)\.weight")
+
+
+def load_in_invokeai(file: AdapterFile, loading: Loading) -> None:
+    """Apply InvokeAI's rules; raise RejectedError where it raises, or does not recognise the file."""
+    family = None if file.architecture == "llm" else ARCHITECTURES.get(file.architecture or "")
+    if file.architecture is None or any(name.endswith(".norm.key_norm.scale") for name in file.tensors):
+        what = "the model family is not known" if file.architecture is None else "control LoRAs are not simulated"
+        loading.unchecked(file.file, what, "name the model family with --architecture")
+        return
+    if family is None or not family.invokeai:
+        raise RejectedError(f"it has no LoRA for {'language models' if family is None else family.title}")
+    names = {name: name for name in file.tensors}
+    if family.name == "flux1" and all(map(_XLABS.fullmatch, names)):
+        loading.used |= {name: (name.partition(".processor")[0],) for name in names}
+        return
+    conversion = next((each for each in family.invokeai if each.applies(names)), None)
+    if conversion is None:
+        raise RejectedError("it recognises none of its formats by these names")
+    for part, prefix in zip(family.parts[1:], conversion.encoders, strict=False):
+        for name in [name for name in names if name.startswith(prefix)]:
+            place = next(find(cut(names.pop(name))[0].removeprefix(prefix), part), None)
+            loading.used |= {name: (f"{part.component}.{place.native}",)} if place is not None else {}
+    needs = conversion.needs if len(names) == len(file.tensors) else ""  # encoders tell the family as well
+    keys = convert(replace(conversion, needs=needs), names, family.main)
+    for key, name in keys.items():
+        if not key.startswith("\0"):
+            loading.use(name, cut(key)[0])
+        if name.endswith(".dora_scale") and file.tensors[name].shape[0] > 1:
+            what = "InvokeAI divides a DoRA by the norms of the columns: the effect of one by rows differs"
+            loading.misreads(name, what, MERGE_HINT)
+    alphas = {name: (key[1:],) for key, name in keys.items() if key[1:] in loading.modules}
+    joined = Counter(hit[1] for path in loading.modules if (hit := re.fullmatch(conversion.joins, path)))
+    if any(count < 3 for count in joined.values()):
+        raise RejectedError(f"it joins q, k and v, and finds not all of {min(joined, key=joined.__getitem__)}")
+    loading.used |= alphas
+
+
 # kohya's trainers, when they load network weights, with LyCORIS beside sd-scripts.
 #
 # Source: kohya-ss/sd-scripts, networks/lora.py, lora_flux.py, lora_sd3.py, and musubi-tuner, networks/lora.py
@@ -240,13 +287,7 @@ def load_in_vllm(file: AdapterFile, loading: Loading) -> None:
     for name, head in file.tensors.items():
         hit = _NAME.fullmatch(name)
         if name.endswith(_FROZEN):
-            own = None if file.base is None else file.base.get(name.removeprefix(ROOT).replace(".base_layer.", "."))
-            if own is None or own == tuple(head.shape):
-                loading.use(name, name.removeprefix(ROOT).rpartition(".base_layer.")[0])
-                what = "vLLM uses the base's own embedding, not the one that PEFT saved: they must be equal"
-                loading.needs(name, what)
-            else:
-                loading.ignored[name] = "vLLM uses the base's own embedding, and this one has another size"
+            _leave_frozen(name, "vLLM", file, loading)
             continue
         if hit is None and name.rpartition(".")[0].rpartition(".")[2] in saved:
             loading.use(name, name.rpartition(".")[0])
@@ -263,9 +304,7 @@ def load_in_vllm(file: AdapterFile, loading: Loading) -> None:
             embeddings.add(module)
         loading.use(name, module)
     _check_experts(loading)
-    for name, reason in variants_in(config):
-        hint = "try ckpt export-lora or merge-lora, which report whether another way can serve it"
-        loading.misreads(ADAPTER_CONFIG, f"vLLM ignores {name} and loads the factors as plain ones: {reason}", hint)
+    _say_variants(config, "vLLM", loading)
     if saved:
         what = "vLLM loads no head but that of a classification model, with --max-lora-cls-labels"
         loading.needs(file.file, what)
@@ -274,17 +313,41 @@ def load_in_vllm(file: AdapterFile, loading: Loading) -> None:
         loading.needs(min(embeddings), what)
 
 
-def _checked_config(file: AdapterFile) -> Mapping[str, object]:
+def _leave_frozen(name: str, who: str, file: AdapterFile, loading: Loading) -> None:
+    """Judge the base's embedding that PEFT saved along, of which a server uses its own."""
+    own = None if file.base is None else file.base.get(name.removeprefix(ROOT).replace(".base_layer.", "."))
+    if own is None or own == tuple(file.tensors[name].shape):
+        loading.use(name, name.removeprefix(ROOT).rpartition(".base_layer.")[0])
+        loading.needs(name, f"{who} uses the base's own embedding, not the one that PEFT saved: they must be equal")
+    else:
+        loading.ignored[name] = f"{who} uses the base's own embedding, and this one has another size"
+
+
+def _say_variants(config: Mapping[str, object], who: str, loading: Loading) -> None:
+    for name, reason in variants_in(config):
+        hint = "try ckpt export-lora or merge-lora, which report whether another way can serve it"
+        loading.misreads(ADAPTER_CONFIG, f"{who} ignores {name} and loads the factors as plain ones: {reason}", hint)
+
+
+def _served_config(file: AdapterFile) -> Mapping[str, object]:
     config = file.config
     if config is None:
         raise RejectedError("there is no adapter_config.json beside it")
-    if file.file != PEFT_FILE:
-        raise RejectedError(f"it looks for {PEFT_FILE}, but this is {file.file}")
     missing = [name for name in ("r", "lora_alpha", "target_modules") if name not in config]
     if missing:
         raise RejectedError(f"adapter_config.json has no {', '.join(missing)}")
     if config.get("peft_type") != "LORA":
         raise RejectedError(f"peft_type is {config.get('peft_type')!r}, but it supports only LORA")
+    for field in ("r", "lora_alpha"):
+        if isinstance(config[field], bool) or not isinstance(config[field], int | float):
+            raise RejectedError(f"{field} must be a number, got {config[field]!r}")
+    return config
+
+
+def _checked_config(file: AdapterFile) -> Mapping[str, object]:
+    config = _served_config(file)
+    if file.file != PEFT_FILE:
+        raise RejectedError(f"it looks for {PEFT_FILE}, but this is {file.file}")
     if other := [name for name in _saved_in(config) if name not in _HEADS]:
         raise RejectedError(f"modules_to_save may name {' or '.join(_HEADS)} only, not {other[0]!r}")
     for name, what in MODEL_TYPES["vllm_refuses"].items():
@@ -295,9 +358,6 @@ def _checked_config(file: AdapterFile) -> Mapping[str, object]:
         raise RejectedError(f"init_lora_weights is {init!r}: PEFT changes the base for it")
     if config.get("bias", "none") != "none":
         raise RejectedError(f"bias is {config['bias']!r}, but it supports none")
-    alpha = config["lora_alpha"]
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
-        raise RejectedError(f"lora_alpha must be a number, got {alpha!r}")
     return config
 
 
@@ -338,3 +398,93 @@ def _check_rank(file: AdapterFile, config: Mapping[str, object], loading: Loadin
         needed = next(each for each in _RANKS if each >= rank)
         what = f"rank {rank} is above vLLM's default of {_DEFAULT_RANK}: start it with --max-lora-rank {needed}"
         loading.say("loader-needs", "info", file.file, what)
+
+
+# SGLang (`--enable-lora`), with an adapter of PEFT: it knows a module by its layer's number and its last name.
+#
+# Source: sglang 0.5.23, srt/lora/lora_config.py, lora.py (`_process_weight`, `normalize_…`), lora_manager.py
+# (`validate_new_adapter`, `init_lora_modules`), mem_pool.py (`load_lora_weight_to_buffer`), utils.py.
+
+_IN_LAYER = re.compile(r"(?P<root>.*?)layers\.(?P<number>\d+)\.(?P<parent>.*?)(?P<leaf>[^.]+)")
+_TOWER = re.compile("visual|vision|audio")
+_FACTORS = {"A.weight": 0, "A.default.weight": 0, "B.weight": 1, "B.default.weight": 1}  # End → dim of the rank
+
+
+def load_in_sglang(file: AdapterFile, loading: Loading) -> None:
+    """Apply SGLang's rules; raise RejectedError where it raises."""
+    if file.architecture not in (None, "llm"):
+        loading.unchecked(file.file, "ckpt has rules for SGLang's language models only")
+        return
+    config = _served_config(file)
+    if config.get("use_dora"):
+        raise RejectedError("it does not support DoRA")
+    loading.say_scale("lora_alpha", config["lora_alpha"])
+    targets = _sglang_targets(config["target_modules"])
+    if file.siblings:
+        loading.needs(file.siblings[0], "SGLang loads all safetensors files of the directory together")
+    modules = None if file.base is None else {_place_in_layer(path) for path in parents_of(file.base)}
+    if modules is None:
+        loading.needs_base(file.file, "SGLang skips modules that the model does not have: give --base")
+    leaves: dict[tuple[str, str], set[str]] = {}
+    seen: dict[tuple[str, str] | None, str] = {}
+    for name, head in file.tensors.items():
+        path, _, end = name.partition(".lora_")
+        hit = _IN_LAYER.fullmatch(path)
+        if hit is None:
+            _load_outside_layers(name, targets, file, loading)
+            continue
+        if end not in _FACTORS:
+            raise RejectedError(f"it takes {name} for a lora_B.weight")
+        fused = MODEL_TYPES["sglang_fused"].get(hit["leaf"], hit["leaf"])
+        if fused not in targets:
+            raise RejectedError(f"{name} matches none of its target modules, {', '.join(sorted(targets))}")
+        if len(head.shape) != 2 or head.shape[_FACTORS[end]] != config["r"]:
+            raise RejectedError(f"{name} has the shape {list(head.shape)}, and the one rank is {config['r']!r:.20}")
+        if fused not in MODEL_TYPES["sglang_modules"] or ".experts." in path:
+            loading.unchecked(name, f"whether SGLang's class of the model takes {hit['leaf']} is not known to ckpt")
+        place = _place_in_layer(path)
+        if modules is not None and place not in modules:
+            loading.ignored[name] = "the base model has no such module"
+            continue
+        loading.use(name, path.removeprefix(ROOT))
+        leaves.setdefault((hit["number"], hit["parent"]), set()).add(hit["leaf"])
+        if _TOWER.search(hit["root"]) or seen.setdefault(place, path) != path:
+            what = "SGLang knows a module by its layer and last name, and gives this one's change to another"
+            loading.misreads(path, what, "merge it into the base: ckpt merge-lora BASE ADAPTER DST")
+    for (number, _), found in leaves.items():
+        _check_joined(number, found)
+    _say_variants(config, "SGLang", loading)
+
+
+def _sglang_targets(given: object) -> Collection[str]:
+    """Return the modules that it makes room for, as it fuses them."""
+    if given in ("all", "all-linear"):
+        return frozenset(MODEL_TYPES["sglang_modules"])
+    if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
+        raise RejectedError(f"target_modules is {given!r:.60}, and it takes a list of names")
+    ends = [each.rpartition(".")[2] for each in given]  # w1 to w3 it renames in the file, and not here
+    return {end if re.fullmatch("w[123]", end) else MODEL_TYPES["sglang_fused"].get(end, end) for end in ends}
+
+
+def _place_in_layer(path: str) -> tuple[str, str] | None:
+    hit = _IN_LAYER.fullmatch(path)
+    return None if hit is None else (hit["number"], hit["leaf"])
+
+
+def _load_outside_layers(name: str, targets: Collection[str], file: AdapterFile, loading: Loading) -> None:
+    path, _, end = name.partition(".lora_")
+    module = next((each for each in ("embed_tokens", "lm_head") if each in path), "")
+    if name.endswith(_FROZEN):
+        _leave_frozen(name, "SGLang", file, loading)
+    elif module in targets and end:
+        loading.use(name, path.removeprefix(ROOT))
+    else:
+        loading.ignored[name] = "outside the layers SGLang loads embed_tokens and lm_head alone, if they are targets"
+
+
+def _check_joined(number: str, leaves: Collection[str]) -> None:
+    """Raise where it joins a module's factors with those of another that has none."""
+    lacking = {"q_proj", "v_proj"} - {*leaves} if {"q_proj", "k_proj", "v_proj"} & {*leaves} else set()
+    lacking |= {"gate_proj"} - {*leaves} if "up_proj" in leaves else set()
+    if lacking:
+        raise RejectedError(f"layer {number} adapts {', '.join(sorted(leaves))} without {min(lacking)}")

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,16 +23,20 @@ from ckpt_tools.checkpoint.dtypes import DType
 from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.checkpoint.formats import gguf
 from ckpt_tools.checkpoint.formats.digest import digest_block
-from ckpt_tools.checkpoint.formats.opening import read_file
+from ckpt_tools.checkpoint.formats.opening import Opened, read_file
 from ckpt_tools.checkpoint.formats.safetensors import build_header, data_order
+from ckpt_tools.convert.job import Conversion
 from ckpt_tools.errors import CkptError, StorageError
+from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.storage.source import LocalSource
-from ckpt_tools.storage.staging import Staging
+from ckpt_tools.storage.staging import Staging, check_space
+from ckpt_tools.transfer.box_reader import BytesReader
 from ckpt_tools.transfer.casting import cast
 
 if TYPE_CHECKING:
-    from ckpt_tools.adapters.families.family import Module
     from ckpt_tools.transfer.arrays import Array
+
+_BASE_BYTES = 64 << 20  # Of the interpreter and the modules, in estimates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +127,9 @@ class Output:
 
 
 @contextmanager
-def staged(destination: str, *, overwrite: bool) -> Iterator[Staging]:
-    """Lend a staging directory that is gone afterwards, unless it was published."""
+def staged(destination: str, output: Output, *, overwrite: bool) -> Iterator[Staging]:
+    """Lend a staging directory with room for an output; it is gone afterwards, unless it was published."""
+    check_space(sum(nbytes for _, nbytes in output.sizes()), destination)
     staging = Staging(destination, overwrite=overwrite)
     try:
         staging.begin()
@@ -154,6 +160,39 @@ def write(output: Output, staging: Staging, *, see: Callable[[Item, memoryview],
     for name, document in output.documents.items():
         staging.write_document(name, document)
     _read_back(output, staging.directory, digests)
+
+
+def conversion_of(
+    output: Output,
+    opened: Opened,
+    reader: BytesReader,
+    destination: str,
+    start: float,
+    notes: Sequence[str],
+    *,
+    dry_run: bool,
+    published: bool | None = None,
+) -> Conversion:
+    """Return what was read, and what was written or would be."""
+    published = not dry_run if published is None else published
+    files = output.sizes() if output.items and (published or dry_run) else ()
+    largest = max((item.entry.nbytes for item in output.items), default=0)
+    return Conversion(
+        source=opened.source.root,
+        destination=destination,
+        num_tensors=len(output.items),
+        bytes_read=reader.bytes_read,
+        bytes_written=sum(nbytes for _, nbytes in files),
+        seconds=time.monotonic() - start,
+        peak_rss_bytes=_BASE_BYTES + 2 * largest if dry_run else peak_rss_bytes(),
+        files=files,
+        verified=published and reader.ledger.is_whole,
+        checked=reader.ledger.checked if published else {},
+        notes=tuple(notes),
+        not_checked=reader.ledger.not_checked,
+        dry_run=dry_run,
+        published=published,
+    )
 
 
 def _read_back(output: Output, directory: str, digests: Mapping[str, bytes]) -> None:

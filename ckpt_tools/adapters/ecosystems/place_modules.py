@@ -22,6 +22,7 @@ from ckpt_tools.adapters.families.family import InexpressibleError, Module, Sett
 from ckpt_tools.adapters.families.lokr import first_role
 from ckpt_tools.adapters.families.lora import with_scale
 from ckpt_tools.errors import UsageError
+from ckpt_tools.text import escape_name
 from ckpt_tools.transfer.arrays import Array, is_finite
 
 R = TypeVar("R")
@@ -208,14 +209,14 @@ class Fitting:
     notes: list[str] = field(default_factory=list)
     _conversions: dict[str, int] = field(default_factory=dict)
 
-    def as_lora(self, module: Module) -> Module:
+    def as_lora(self, module: Module, shape: Shape | None = None) -> Module:
         """Return a lora that changes the weight as `module` does, or approximates it where a rank for that is given."""
         family = family_of(module)
         if family.is_low_rank_pair(module.factors):
             return module
         if (why := family.why_no_lora(module.shapes)) is not None:
             raise refuse(module, why)
-        found = equivalents.as_lora(module, _conv_shape(module), svd_rank=self.svd_rank)
+        found = equivalents.as_lora(module, shape or _conv_shape(module), svd_rank=self.svd_rank)
         self.count(found.how)
         self._add_error(module.path, found.error)
         return found.module
@@ -311,7 +312,9 @@ class Fitting:
         counted = [f"{text} ({count} module{'s' if count > 1 else ''})" for text, count in self._conversions.items()]
         if self.errors:
             path = max(self.errors, key=lambda each: self.errors[each])
-            counted.append(f"largest relative error {self.errors[path]:.1e}, in {path}")
+            counted.append(
+                f"largest error, relative to the largest element: {self.errors[path]:.2g} ({escape_name(path)})"
+            )
         return (*self.notes, *counted)
 
     def _add_error(self, path: str, error: float) -> None:

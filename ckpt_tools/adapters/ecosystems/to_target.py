@@ -12,8 +12,7 @@ from ckpt_tools.adapters.adapter import Adapter, F, Fields, Shapes, Sourced, Tar
 from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.adapters.architectures.architecture import ModelFamily
 from ckpt_tools.adapters.architectures.choose import BaseFamily, choose_architectures, family_in_header, rivals_of
-from ckpt_tools.adapters.architectures.names import unflatten
-from ckpt_tools.adapters.base.model import BaseModel, parents_of
+from ckpt_tools.adapters.base.model import BaseModel, module_finder
 from ckpt_tools.adapters.ecosystems.output import Written
 from ckpt_tools.adapters.ecosystems.peft.files import from_one_model
 from ckpt_tools.adapters.families import family_of
@@ -24,34 +23,21 @@ from ckpt_tools.adapters.read.sidecars import read_sidecars
 from ckpt_tools.adapters.settings import add_settings
 from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.errors import UsageError
-from ckpt_tools.text import escape_name
 
 if TYPE_CHECKING:
     from ckpt_tools.transfer.arrays import Array
 
 Weights = Callable[[], AbstractContextManager[tuple[Mapping[str, TensorEntry], TensorReader]]]
 """Lends the base's tensors and their reader."""
-_ROOTS = ("", "diffusion_model.", "model.diffusion_model.", "transformer.", "unet.", "base_model.model.")
-"""What the ecosystems put in front of a model's own module paths."""
 
 
 def under_base_names(adapter: Adapter[F], base: Shapes) -> Adapter[F] | None:
     """Return the adapter with the base's own module paths; None where its modules are called otherwise there."""
-    modules = parents_of(base)
-    for root in _ROOTS:
-        paths = [module.path.removeprefix(root) for module in adapter.modules]
-        if all(module.path.startswith(root) for module in adapter.modules) and modules.issuperset(paths):
-            renamed = zip(adapter.modules, paths, strict=True)
-            return adapter.with_modules(replace(module, path=path) for module, path in renamed)
-    if all("." not in module.path for module in adapter.modules):
-        names = tuple(base)
-        try:
-            return adapter.with_modules(
-                replace(module, path=unflatten(module.path, names)) for module in adapter.modules
-            )
-        except UsageError:
-            return None
-    return None
+    find = module_finder(base)
+    found = {module.path: find(module.path) for module in adapter.modules}
+    if None in found.values() or len(set(found.values())) < len(found):
+        return None
+    return adapter.with_modules(replace(module, path=found[module.path] or "") for module in adapter.modules)
 
 
 def through_diffusers(
@@ -63,7 +49,7 @@ def through_diffusers(
 ) -> Adapter[Array]:
     """Return an adapter of a diffusion model under diffusers' module paths, which are also PEFT's."""
     written = to_target(loaded, "diffusers", architecture=architecture, base=base, svd_rank=svd_rank, may_fuse=False)
-    notes += [*written.notes, *error_notes(written.errors)]
+    notes += written.notes
     named = [NamedFactor(name, parse_key(name), entry_of(name, tensor)) for name, tensor in written.tensors.items()]
     described = assemble(
         named, convention="diffusers", is_training=False, trained=None, bias=None, path="the converted adapter"
@@ -76,15 +62,11 @@ def through_diffusers(
 
 def as_loras(loaded: Adapter[Array], notes: list[str], svd_rank: int | None, base: Shapes) -> Adapter[Array]:
     """Return the adapter with every module as a LoRA; refuse to approximate unless a rank for that is given."""
-    from ckpt_tools.adapters.families.equivalents import AS_IT_IS, as_lora
+    from ckpt_tools.adapters.ecosystems.place_modules import Fitting
 
+    fitting = Fitting(svd_rank=svd_rank)
     modules = []
-    hows: Counter[str] = Counter()
-    errors: dict[str, float] = {}
     for module in loaded.modules:
-        if module.is_saved:
-            modules.append(module)
-            continue
         shape = base.get(f"{module.path}.weight")
         if shape is None and family_of(module).hides_kernel(module.factors):
             what = (
@@ -92,28 +74,14 @@ def as_loras(loaded: Adapter[Array], notes: list[str], svd_rank: int | None, bas
                 f"no format for this {module.family} unchanged"
             )
             raise UsageError(what, where=module.path, hint="give the base model, whose weights show it: --base DIR")
-        result = as_lora(module, shape, svd_rank=svd_rank)
-        hows[result.how] += 1
-        errors[module.path] = result.error
-        modules.append(result.module)
-    notes += [
-        f"{count} modules: {how}" for how, count in hows.items() if count < len(loaded.modules) or how != AS_IT_IS
-    ]
-    notes += error_notes(errors)
+        modules.append(module if module.is_saved else fitting.as_lora(module, shape))
+    notes += fitting.finish()
     settings = {name: value for name, value in loaded.settings.items() if name in _KEPT}
     return replace(loaded.with_modules(modules), settings=settings)
 
 
 _KEPT = ("base_model_name_or_path", "task_type", "target_modules", "modules_to_save", "revision")
 """Settings that hold whatever the family."""
-
-
-def error_notes(errors: Mapping[str, float]) -> list[str]:
-    """Say how far a conversion is off, at worst."""
-    if not errors or max(errors.values()) == 0:
-        return []
-    worst = max(errors, key=lambda path: errors[path])
-    return [f"largest error, relative to the largest element: {errors[worst]:.2g} ({escape_name(worst)})"]
 
 
 def target_of(name: str) -> Target:

@@ -22,7 +22,6 @@ from ckpt_tools.adapters.families.family import Module
 from ckpt_tools.errors import UsageError
 from ckpt_tools.transfer.arrays import Array, is_finite
 
-AS_IT_IS = "as it is"  # How a module that is a LoRA becomes one
 _ROWS_AT_ONCE = 512  # Rows of two changes that are compared at once
 
 
@@ -43,8 +42,6 @@ def as_lora(module: Module, shape: Shape | None = None, *, svd_rank: int | None 
     `shape` is the weight's; convolutions whose factors are stored flat need it.
     """
     family = family_of(module)
-    if family.is_low_rank_pair(module.factors):
-        return Equivalent(module=module, error=0.0, how=AS_IT_IS)
     if family.why_not_a_sum is not None:
         raise _refuse(module, family.why_not_a_sum)
     shape = shape or _own_shape(module)

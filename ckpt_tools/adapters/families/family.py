@@ -175,12 +175,8 @@ class Family:
     row_roles: ClassVar[tuple[str, ...]] = ()  # Factors whose first dim is the weight's rows
 
     def kind(self, module: AdapterModule[F]) -> str:
-        """Return what reports call a module: loha, dora-loha."""
+        """Return what reports and notes call a module: loha, dora-loha."""
         return f"dora-{self.name}" if module.is_dora else self.name
-
-    def label(self, module: AdapterModule[F]) -> str:
-        """Return what notes call a module: loha, DoRA of loha."""
-        return f"DoRA of {self.name}" if module.is_dora else self.name
 
     def why_no_lora(self, shapes: Shapes) -> str | None:
         """Return why the factors change more than a LoRA can; None where they do not."""

@@ -94,10 +94,6 @@ class Lora(ScaledFamily):
         """Return lora, rslora or dora."""
         return "dora" if module.is_dora else "rslora" if module.use_rslora else self.name
 
-    def label(self, module: AdapterModule[F]) -> str:
-        """Return lora, rsLoRA or DoRA."""
-        return "DoRA" if module.is_dora else "rsLoRA" if module.use_rslora else self.name
-
     def shape(self, shapes: Shapes) -> Shape | None:
         """Return (out, in[, k, k]); an embedding's factors have no such weight."""
         up, down = shapes.get("B", ()), shapes.get("A", ())

@@ -129,14 +129,14 @@ class Scan(CheckedResult):
         return as_json(self, "ok verdict files=num_files") | {"executables": rows, "not_read": not_read}
 
 
-class _Stretch(NamedTuple):
+class Stretch(NamedTuple):
     """Bytes to look at: a file, or a part of one."""
 
     name: str
     size: int
     read: Callable[[int, int], bytes]  # (offset, nbytes) → exactly these bytes
 
-    def part(self, start: int, nbytes: int) -> _Stretch:
+    def part(self, start: int, nbytes: int) -> Stretch:
         """Return some of its bytes, as many as there are."""
         nbytes = max(min(nbytes, self.size - start), 0)
         return self._replace(size=nbytes, read=lambda offset, count: self.read(start + offset, count))
@@ -149,7 +149,7 @@ class _Stretch(NamedTuple):
 class _StretchFile(io.RawIOBase):
     """The bytes of a view as a file, of which little is read at first."""
 
-    def __init__(self, view: _Stretch) -> None:
+    def __init__(self, view: Stretch) -> None:
         self._view, self._at, self._most = view, 0, _FIRST_BYTES
 
     def readable(self) -> bool:
@@ -164,13 +164,13 @@ class _StretchFile(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         count = max(min(len(buffer), self._most, self._view.size - self._at), 0)
-        buffer[:count] = self._view.read(self._at, count)
+        buffer[:count] = self._view.read(self._at, count) if count else b""
         self._at, self._most = self._at + count, _BUFFER_BYTES
         return count
 
 
-def _view_of(name: str, content: bytes) -> _Stretch:
-    return _Stretch(name, len(content), lambda offset, nbytes: content[offset : offset + nbytes])
+def _view_of(name: str, content: bytes) -> Stretch:
+    return Stretch(name, len(content), lambda offset, nbytes: content[offset : offset + nbytes])
 
 
 def scan_files(
@@ -231,8 +231,8 @@ def find_dangerous(executables: Iterable[Executable]) -> Iterator[Finding]:
             )
 
 
-def _file_view(source: Source, name: str, size: int) -> _Stretch:
-    return _Stretch(name, size, lambda offset, nbytes: source.read(name, offset, nbytes))
+def _file_view(source: Source, name: str, size: int) -> Stretch:
+    return Stretch(name, size, lambda offset, nbytes: source.read(name, offset, nbytes))
 
 
 def _is_pickle(head: bytes) -> bool:
@@ -247,18 +247,18 @@ class _Scanner:
         self.not_read: list[NotRead] = []
         self.unpacked = 0
 
-    def miss(self, view: _Stretch, why: str, *, could_run: bool = True) -> None:
+    def miss(self, view: Stretch, why: str, *, could_run: bool = True) -> None:
         """Name what was not looked at."""
         self.not_read.append(NotRead(view.name, view.size, why, could_run))
 
-    def add(self, view: _Stretch, kind: Kind, names: Iterable[str] = (), *, verdict: Verdict | None = None) -> None:
+    def add(self, view: Stretch, kind: Kind, names: Iterable[str] = (), *, verdict: Verdict | None = None) -> None:
         """Note something that could run."""
         judged = [(name, verdict or judge(name)) for name in names]
         judged.sort(key=lambda each: (VERDICTS.index(each[1]), each[0]))
         worst = judged[0][1] if judged else verdict or "torch"
         self.found.append(Executable(file=view.name, kind=kind, verdict=worst, names=tuple(judged)))
 
-    def look(self, view: _Stretch, depth: int = 0) -> None:
+    def look(self, view: Stretch, depth: int = 0) -> None:
         """Look at a file, or a part of one; what is wrong with it is noted, and others are looked at."""
         if depth > _MAX_DEPTH:
             self.miss(view, f"archives inside of archives, {_MAX_DEPTH} deep")
@@ -268,7 +268,7 @@ class _Scanner:
             except (CkptError, OSError, ValueError, struct.error, RecursionError) as error:
                 self.miss(view, str(error))
 
-    def _look(self, view: _Stretch, depth: int) -> None:
+    def _look(self, view: Stretch, depth: int) -> None:
         """Look by its first bytes, then by its name."""
         name = view.name.lower()
         head = view.read(0, min(view.size, _HEAD_BYTES))
@@ -299,7 +299,7 @@ class _Scanner:
         elif not _is_pickle(head):
             self._pickles(view, head, depth)
 
-    def _pickles(self, view: _Stretch, head: bytes, depth: int) -> None:
+    def _pickles(self, view: Stretch, head: bytes, depth: int) -> None:
         """Follow the pickles that a file is, or begins with."""
         is_certain = _is_pickle(head)
         is_named = depth > 0 or view.name.lower().endswith(_PICKLES)
@@ -326,7 +326,7 @@ class _Scanner:
         elif not count and not names and is_named and depth == 0:
             self.miss(view, "an unknown kind of file", could_run=False)
 
-    def _inside(self, view: _Stretch, span: Span | bytes, depth: int) -> None:
+    def _inside(self, view: Stretch, span: Span | bytes, depth: int) -> None:
         """Look at bytes in a pickle that are a pickle or an archive themselves."""
         inner = _view_of(view.name, span) if isinstance(span, bytes) else view.part(span.start, span.nbytes)
         if isinstance(span, Span) and span.is_text and span.nbytes <= _MAX_SEARCHED_BYTES:
@@ -339,7 +339,7 @@ class _Scanner:
         elif 4 < inner.size < _MAX_CONFIG_BYTES and _has_alarm(names := walk(inner.open(), inner.size).names):
             self.add(inner, "pickle", names)
 
-    def _array(self, view: _Stretch, head: bytes, depth: int) -> None:
+    def _array(self, view: Stretch, head: bytes, depth: int) -> None:
         """Look at a numpy array: of objects, it is a pickle."""
         width = 2 if head[6:7] == b"\1" else 4
         length = int.from_bytes(head[8 : 8 + width], "little")
@@ -351,7 +351,7 @@ class _Scanner:
             inner = view.part(start, view.size - start)
             self._pickles(inner, inner.read(0, min(inner.size, 2)), depth)
 
-    def _unpack(self, view: _Stretch, make: Callable[[], Any]) -> bytes:
+    def _unpack(self, view: Stretch, make: Callable[[], Any]) -> bytes:
         """Return what is compressed, as far as there is room for it."""
         raw = view.read(0, min(view.size, _MAX_UNPACKED_BYTES))
         made = b""
@@ -367,7 +367,7 @@ class _Scanner:
             self.miss(view, f"more than {_MAX_UNPACKED_BYTES >> 20} MiB when decompressed; the rest is not read")
         return made
 
-    def _tar(self, view: _Stretch, depth: int) -> None:
+    def _tar(self, view: Stretch, depth: int) -> None:
         import tarfile
 
         try:
@@ -379,7 +379,7 @@ class _Scanner:
         except (tarfile.TarError, ValueError, EOFError) as error:
             self.miss(view, f"a tar that cannot be read: {error}")
 
-    def _zip(self, view: _Stretch, depth: int) -> None:
+    def _zip(self, view: Stretch, depth: int) -> None:
         """Look at every file of a zip, whatever its flags, sums and local names say."""
         entries = list(_zip_entries(view))
         names = {name for name, *_ in entries}
@@ -403,7 +403,7 @@ class _Scanner:
             else:
                 self.look(inner, depth + 1)
 
-    def _json(self, view: _Stretch) -> None:
+    def _json(self, view: Stretch) -> None:
         """Look for the code that a config names."""
         if view.size > _MAX_CONFIG_BYTES:
             return  # a tokenizer
@@ -431,7 +431,7 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(each)
 
 
-def _zip_entries(view: _Stretch) -> Iterator[tuple[str, int, int, int]]:
+def _zip_entries(view: Stretch) -> Iterator[tuple[str, int, int, int]]:
     """Yield name, method, length and place of what a zip's directory lists, wherever a reader may look for it."""
     # Places are from the beginning of the file, or from that of the archive in it. Nothing else is believed.
     before = max(view.size - 65557, 0)

@@ -1,4 +1,4 @@
-"""CKPT01x, CKPT02x and CKPT09x: engines, the options of FSDP1 and FSDP2, and what only one framework does."""
+"""CKPT02x and CKPT09x: the options of FSDP1 and FSDP2, and what only one framework does."""
 
 from __future__ import annotations
 
@@ -6,105 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.plain_values import as_truth
-from ckpt_tools.preflight.rules.rule import Stated, Subject, Violation, enabled, error_rule, shown, warning_rule
-
-# CKPT01x: what distributes the model, and what it excludes.
-
-_SECTIONS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
-"""Section of an accelerate config → the distributed_type that reads it."""
-
-_STAGES = "distributed_config.pp_size"  # how arguments for transformers ask for pipeline stages
-
-
-def _has(found: Stated | None) -> bool:
-    """Does an option say anything? False, null and empty containers do not."""
-    return found is not None and found.value not in (False, "", [], {}, ()) and not found.is_off
-
-
-def wants_fsdp(case: Subject) -> Stated | None:
-    """Return what asks for FSDP in a Trainer or axolotl config."""
-    for path in ("fsdp", "fsdp_config") if case.framework == "axolotl" else ("fsdp",):
-        found = case.get(path)
-        if _has(found):
-            return found
-    return None
-
-
-@error_rule(
-    "CKPT010 (trainer, axolotl, ai-toolkit): more than one of DDP, FSDP and DeepSpeed",
-    why="Each of them owns the gradients and the optimizer step; the trainer refuses the pair or silently drops one",
-    fix="keep one of them",
-)
-def one_engine(case: Subject) -> Iterator[Violation]:
-    """Source: transformers' `Trainer.__init__`, axolotl `check_fsdp_deepspeed`, ai-toolkit's FSDP plan."""
-    if case.framework == "ai-toolkit":
-        yield from _ai_engines(case)
-        return
-    sharded, speed = wants_fsdp(case), case.get("deepspeed")
-    if sharded is not None and speed is not None and _has(speed):
-        fix = f"remove deepspeed to train with FSDP, or {sharded.key} to train with DeepSpeed"
-        yield Violation("deepspeed", f"both {sharded.key} and deepspeed are set; only one engine can be used", fix)
-
-
-def _ai_engines(case: Subject) -> Iterator[Violation]:
-    mode = case.ai_option("train.dist_mode")
-    if case.wants_ai_fsdp:
-        for name in ("ddp", "use_ddp"):
-            if ddp := enabled(case.ai_option(f"train.{name}")):
-                yield Violation(ddp.key, "DDP together with dist_mode: fsdp; only one can be used", f"remove {ddp.key}")
-    elif mode is not None and mode.text.lower() == "ddp":
-        for name in ("fsdp_auto_wrap", "fsdp_sharding", "fsdp_cpu_offload"):
-            found = case.ai_option(f"train.{name}")
-            if found is not None and _has(found):
-                what = f"{name} together with dist_mode: ddp; only one engine can be used"
-                yield Violation(found.key, what, f"{mode.key}: fsdp, or remove the fsdp_ options")
-                return
-
-
-@warning_rule(
-    "CKPT011 (accelerate, trainer, openrlhf): the options of an engine that is not used",
-    why="They are ignored: the run starts without them",
-    fix="remove them, or choose that engine",
-)
-def unused_engine(case: Subject) -> Iterator[Violation]:
-    """Source: accelerate `_validate_launch_command` (distributed_type chooses), transformers `_process_fsdp_args`."""
-    if case.framework == "accelerate":
-        kind = case.get("distributed_type")
-        for section, reader in _SECTIONS.items():
-            found = case.get(section)
-            if kind is None or found is None or not isinstance(found.value, Mapping) or not found.value:
-                continue
-            if kind.text.upper() != reader:
-                what = f"{section} is only read with distributed_type: {reader}, but the config has {kind.text}"
-                yield Violation(section, what, f"distributed_type: {reader}, or remove {section}")
-    elif case.framework == "trainer":
-        options = case.get("fsdp_config")
-        if options is not None and _has(options) and wants_fsdp(case) is None:
-            yield Violation("fsdp_config", "fsdp_config is only read when fsdp is on, and it is not", "fsdp: true")
-    elif case.is_fsdp2:
-        for name in ("zero_stage", "zpg", "deepcompile", "ds.zero_stage", "ds.zpg", "ds.deepcompile"):
-            found = case.get(name)
-            if found is not None and found.value is not False:
-                what = f"--{name} is an option of DeepSpeed, but --backend is fsdp2"
-                yield Violation(f"--{name}", what, f"remove --{name}, or --backend deepspeed")
-
-
-@error_rule(
-    "CKPT012 (accelerate, trainer, axolotl): FSDP with pipeline parallelism",
-    why="Transformers does not support pipeline stages with FSDP and rejects the pair",
-    fix="pp_size 1, and shard over those ranks; or TP with PP and without FSDP",
-)
-def no_pipeline(case: Subject) -> Iterator[Violation]:
-    """Source: `transformers/distributed/configuration_utils.py:_validate_mesh_config`."""
-    if not case.is_fsdp:
-        return
-    found = case.get(_STAGES)
-    size, key = case.axis("pp"), case.axis_key("pp")
-    if size <= 1 and found is not None and found.count is not None:
-        size, key = found.count, found.key
-    if size > 1:
-        yield Violation(key, f"FSDP with {size} pipeline stages", f"{key}: 1")
-
+from ckpt_tools.preflight.rules.option_words import holds
+from ckpt_tools.preflight.rules.rule import Subject, Violation, enabled, error_rule, shown, warning_rule
 
 # CKPT02x: the options of FSDP1 and FSDP2, which share names and little else.
 
@@ -124,9 +27,8 @@ _POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 def _uses_fsdp_section(case: Subject) -> bool:
     """Is `fsdp_config` read at all?"""
     if case.framework == "accelerate":
-        kind = case.get("distributed_type")
-        return kind is not None and kind.text.upper() == "FSDP"
-    return wants_fsdp(case) is not None
+        return holds(case, "distributed_type=FSDP|fsdp")
+    return holds(case, "fsdp") or (case.framework == "axolotl" and holds(case, "fsdp_config"))
 
 
 def default_version(framework: Framework) -> int:
@@ -212,37 +114,6 @@ def version_missing(case: Subject) -> Iterator[Violation]:
     means += " 0.20 and later, and FSDP1 before" if case.framework == "axolotl" else ""
     key = "fsdp_version" if case.framework == "axolotl" else case.fsdp_key("version")
     yield Violation(key, f"{key} is missing, which means {means}", f"{key}: 2")
-
-
-@warning_rule(
-    "CKPT024 (accelerate): reshard_after_forward under FSDP1",
-    why="FSDP1 reads its strategy from sharding_strategy (default: FULL_SHARD) and ignores this option",
-    fix="fsdp_sharding_strategy, or FSDP2",
-)
-def reshard_under_v1(case: Subject) -> Iterator[Violation]:
-    """Source: `FullyShardedDataParallelPlugin.__post_init__`: `sharding_strategy` is never None under FSDP1."""
-    found = case.fsdp_option("reshard_after_forward")
-    if found is not None and case.spec.engine == "fsdp1" and found.text.upper() not in ("FULL_SHARD", "TRUE", "1"):
-        what = f"{found} is ignored under FSDP1, where sharding_strategy defaults to FULL_SHARD"
-        fix = f"{case.fsdp_key('sharding_strategy')}: {found.text}, or {case.fsdp_key('version')}: 2"
-        yield Violation(found.key, what, fix)
-
-
-@warning_rule(
-    "CKPT025 (trainer, axolotl): FSDP1",
-    why="Axolotl 0.20 and later reject it, transformers will soon remove it; its checkpoints and options differ",
-    fix="move to FSDP2",
-)
-def deprecated_version(case: Subject) -> Iterator[Violation]:
-    """Source: `transformers/training_args.py:_process_fsdp_args`, axolotl `check_fsdp_version`."""
-    found = case.first("fsdp_version", "fsdp_config.fsdp_version", "fsdp_config.version")
-    if case.spec.engine != "fsdp1":
-        return
-    if case.framework == "axolotl":
-        key = found.key if found is not None else "fsdp"
-        yield Violation(key, "this is FSDP1, which axolotl 0.20 and later refuse", "fsdp_version: 2")
-    elif found is not None:  # without one, CKPT023 says it
-        yield Violation(found.key, f"{found}: FSDP1 is deprecated", f"{found.key}: 2")
 
 
 @error_rule(
@@ -336,22 +207,6 @@ def loading_needs_sync(case: Subject) -> Iterator[Violation]:
 
 # CKPT09x: what only one framework does.
 
-_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "1", "2", "3", "4", "5")
-
-
-@error_rule(
-    "CKPT090 (trainer, axolotl): reshard_after_forward is not a strategy's name under FSDP1",
-    why="Trainer passes it to FSDP1 as the name of a sharding strategy, and true raises a KeyError",
-    fix="full_shard or shard_grad_op, or FSDP2",
-)
-def strategy_name(case: Subject) -> Iterator[Violation]:
-    """Source: `transformers/training_args.py:_process_fsdp_args`, `FullyShardedDataParallelPlugin.__post_init__`."""
-    found = case.fsdp_option("reshard_after_forward")
-    if found is not None and case.spec.engine == "fsdp1" and found.text.upper() not in _STRATEGIES:
-        name = "shard_grad_op" if found.is_off else "full_shard"
-        fix = "fsdp_version: 2" if case.framework == "axolotl" else f"{found.key}: {name}, or fsdp_config.version: 2"
-        yield Violation(found.key, f"{found} under FSDP1, which needs the name of a strategy", fix)
-
 
 @warning_rule(
     "CKPT091 (trainer): `fsdp` as text",
@@ -399,16 +254,3 @@ def ulysses_world(case: Subject) -> Iterator[Violation]:
     size, world = case.axis("sp"), case.spec.world_size
     if size > 1 and world is not None and world % size:
         yield case.on_axis("sp", f"sp={size} does not divide the {world} ranks", f"a divisor of {world}")
-
-
-@warning_rule(
-    "CKPT095 (openrlhf): sequence parallelism without tensor parallelism",
-    why="OpenRLHF's --sequence_parallel spreads activations over the TP ranks; with one rank it does nothing",
-    fix="--fsdp_tensor_parallel_size 2, or remove it",
-)
-def sequence_without_tp(case: Subject) -> Iterator[Violation]:
-    """Source: OpenRLHF's FSDP2 strategy."""
-    found = enabled(case.flag("sequence_parallel"))
-    if found is not None and case.axis("tp") == 1:
-        fix = f"{case.axis_key('tp')} 2" if "axes.tp" in case.spec.keys else "--fsdp_tensor_parallel_size 2"
-        yield Violation(found.key, f"{found.key} with tp=1", fix)

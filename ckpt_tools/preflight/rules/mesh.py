@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from ckpt_tools.preflight.plain_values import words_of
 from ckpt_tools.preflight.rules.option_words import below_limits
-from ckpt_tools.preflight.rules.rule import Subject, Violation, enabled, error_rule, shown, warning_rule
+from ckpt_tools.preflight.rules.rule import Subject, Violation, error_rule, shown, warning_rule
 
 # CKPT00x: ranks, and the mesh that they are meant to form.
 
@@ -102,56 +102,14 @@ def needs_fsdp2(case: Subject) -> Iterator[Violation]:
 )
 def something_to_shard_over(case: Subject) -> Iterator[Violation]:
     """Source: `accelerate/parallelism_config.py:_validate_accelerator`."""
-    if parallelism_sizes(case) is None or not case.is_fsdp2 or case.spec.world_size == 1 or _is_ddp_with_model(case):
+    if parallelism_sizes(case) is None or not case.is_fsdp2 or case.spec.world_size == 1:
         return
-    if case.axis("dp_shard") == 1 and case.axis("cp") == 1:
+    is_ddp_with_tp = case.axis("dp_replicate") > 1 and case.axis("tp") > 1  # CKPT006 has it
+    if case.axis("dp_shard") == 1 and case.axis("cp") == 1 and not is_ddp_with_tp:
         sizes = ", ".join(f"{axis}={case.axis(axis)}" for axis in ("dp_replicate", "dp_shard", "cp", "tp"))
         key = case.key("axes.dp_shard", "parallelism_config")
         what = f"FSDP2 with {sizes}: dp_shard or cp must be greater than 1"
         yield Violation(key, what, "dp_shard_size: the ranks that are left, or a smaller tp_size")
-
-
-@error_rule(
-    "CKPT005 (accelerate, trainer): context parallelism and sequence parallelism together",
-    why="Both cut the sequence, one through FSDP2 and one through DeepSpeed; accelerate refuses the pair",
-    fix="set one of the two to 1",
-)
-def cp_or_sp(case: Subject) -> Iterator[Violation]:
-    """Source: `accelerate/parallelism_config.py:ParallelismConfig.__post_init__`."""
-    if case.axis("cp") > 1 and case.axis("sp") > 1:
-        what = f"cp={case.axis('cp')} and sp={case.axis('sp')} exclude each other"
-        yield case.on_axis("sp", what, f"1 (or {case.axis_key('cp')}: 1)")
-
-
-def _is_ddp_with_model(case: Subject) -> bool:
-    return (case.axis("tp") > 1 or case.axis("cp") > 1) and case.axis("dp_replicate") > 1 and case.axis("dp_shard") == 1
-
-
-@error_rule(
-    "CKPT006 (accelerate, trainer, axolotl): tensor or context parallelism over replicas that are not sharded",
-    why="accelerate has no DDP with TP or CP: dp_replicate > 1 needs dp_shard > 1 beside tp or cp",
-    fix="shard instead of replicating (dp_replicate 1, dp_shard > 1), or do both",
-)
-def ddp_with_model_axes(case: Subject) -> Iterator[Violation]:
-    """Source: accelerate `ParallelismConfig.__post_init__`, axolotl `_get_parallel_config_kwargs`."""
-    if case.framework == "axolotl" and case.count("dp_replicate_size") <= 1:
-        return
-    if _is_ddp_with_model(case):
-        replicas = case.axis("dp_replicate")
-        axis = "tp" if case.axis("tp") > 1 else "cp"
-        what = f"dp_replicate={replicas} and {axis}={case.axis(axis)} with dp_shard=1"
-        yield case.on_axis("dp_replicate", what, f"1 and {case.axis_key('dp_shard')}: {replicas}")
-
-
-@error_rule(
-    "CKPT007 (trainer): FSDP in a run of one process",
-    why="Trainer refuses `fsdp` outside of distributed training",
-    fix="start more ranks, or remove fsdp",
-)
-def needs_ranks(case: Subject) -> Iterator[Violation]:
-    """Source: `transformers/trainer.py:Trainer.__init__`."""
-    if case.is_fsdp and case.spec.world_size == 1:
-        yield Violation("fsdp", "FSDP with 1 rank", "start 2 ranks or more, or remove fsdp")
 
 
 @warning_rule(
@@ -317,52 +275,6 @@ def tied_and_pipelined(case: Subject) -> Iterator[Violation]:
     """Source: torchtitan `models/common/decoder.py`."""
     if case.facts.tied_embeddings and case.axis("pp") > 1:
         yield case.on_axis("pp", f"pp={case.axis('pp')}, and {case.facts.where} ties its embeddings to its head", "1")
-
-
-@error_rule(
-    "CKPT038 (axolotl, verl, openrlhf): the sequence is cut, but what that needs is off",
-    why="The trainer rejects it, or computes attention over pieces as if they were whole sequences",
-    fix="enable the option in the finding",
-)
-def sequence_parts(case: Subject) -> Iterator[Violation]:
-    """Source: axolotl `check_context_parallel_size`, verl `FSDPActorConfig.validate`, OpenRLHF `cli/train_sft.py`."""
-    if case.framework == "axolotl":
-        yield from _axolotl_sequence(case)
-    elif case.framework == "verl":
-        yield from _verl_sequence(case)
-    else:
-        ring, packing = case.flag("ring_attn_size"), case.flag("packing_samples")
-        if ring is not None and case.axis("sp") > 1 and not enabled(packing):
-            what = f"{ring.key} {ring.value} needs packed samples"
-            yield Violation(ring.key, what, "--ds.packing_samples" if "." in ring.key else "--packing_samples")
-
-
-def _verl_sequence(case: Subject) -> Iterator[Violation]:
-    is_sft = case.get("model.partial_pretrain") is not None
-    path = "use_remove_padding" if is_sft else "actor_rollout_ref.model.use_remove_padding"
-    padding, size = case.get(path), case.axis("sp")
-    # PPO's own config switches it on, the one for SFT leaves it out.
-    is_off = padding.is_off if padding is not None else is_sft
-    if size > 1 and is_off:
-        yield Violation(
-            case.axis_key("sp"), f"ulysses_sequence_parallel_size={size} needs use_remove_padding", f"{path}: true"
-        )
-
-
-def _axolotl_sequence(case: Subject) -> Iterator[Violation]:
-    size = case.first("context_parallel_size", "sequence_parallel_degree")
-    if size is None or (size.count or 1) <= 1:
-        return
-    kernel, old = case.get("attn_implementation"), case.get("flash_attention")
-    if enabled(case.get("use_glm_dsa_kernels")):
-        return
-    is_flash = (kernel is not None and "flash" in kernel.text) or (kernel is None and enabled(old) is not None)
-    if not is_flash:
-        yield Violation(size.key, f"{size} needs flash attention", "attn_implementation: flash_attention_2")
-    packing, batch = enabled(case.get("sample_packing")), case.get("micro_batch_size")
-    if packing is not None and batch is not None and (batch.count or 1) > 1:
-        what = f"{size} with packed samples needs one sample at a time, but the config has {batch}"
-        yield Violation("micro_batch_size", what, "micro_batch_size: 1")
 
 
 @error_rule(

@@ -1,4 +1,4 @@
-"""CKPT04x, CKPT07x and CKPT08x: the config against the model; adapters, quantised base models, optimizers."""
+"""CKPT04x and CKPT07x: the config against the model; adapters, and quantised base models."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.plain_values import dtype_name
-from ckpt_tools.preflight.rules.fsdp import wants_fsdp
-from ckpt_tools.preflight.rules.rule import Stated, Subject, Violation, enabled, error_rule, shown, warning_rule
+from ckpt_tools.preflight.rules.rule import Subject, Violation, error_rule, shown, warning_rule
 from ckpt_tools.units import format_size
 
 # CKPT04x: the config against the model: classes that are wrapped, tied weights, shards that do not come out even.
@@ -254,25 +253,6 @@ def storage_bytes(case: Subject) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT073 (trainer, axolotl, openrlhf): quantised weights, and no adapter to train",
-    why="Integer weights have no gradient: the optimizer cannot change anything",
-    fix="add an adapter, or load the weights unquantised",
-)
-def nothing_to_train(case: Subject) -> Iterator[Violation]:
-    """Source: axolotl `schemas/peft.py`, `transformers/trainer_utils.py:validate_quantization_for_training`."""
-    if case.spec.adapter is not None:
-        return
-    if case.framework == "openrlhf":
-        if found := enabled(case.flag("load_in_4bit")):
-            yield Violation(found.key, f"{found.key} without LoRA", "--lora_rank 16")
-        return
-    adapter = "adapter: lora" if case.framework == "axolotl" else "use_peft: true"
-    for name in ("load_in_8bit", "load_in_4bit"):
-        if found := enabled(case.get(name)):
-            yield Violation(name, f"{found}, but no adapter", f"{adapter}, or {name}: false")
-
-
-@error_rule(
     "CKPT077: an adapter named, but no rank",
     why="A rank below 1 has no weights to train",
     fix="set the rank of the adapter",
@@ -316,93 +296,3 @@ def _modules_around(name: str) -> Iterator[str]:
     """Yield the modules that a parameter is in, each with a dot in front."""
     parts = name.split(".")[:-1]
     return ("." + ".".join(parts[: i + 1]) for i in range(len(parts)))
-
-
-# CKPT08x: optimizers that cannot work on sharded or offloaded parameters.
-
-_BNB_TP = ("paged_adamw_8bit", "adamw_8bit", "adamw_bnb_8bit")
-_BNB = (
-    *(*_BNB_TP, "paged_adamw_32bit", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
-    *(f"{paged}{name}" for paged in ("", "paged_") for name in ("lion_8bit", "lion_32bit", "ademamix_8bit")),
-    *("ademamix", "paged_ademamix_32bit"),
-)
-"""Names of transformers' `OptimizerNames` that bitsandbytes implements."""
-
-
-def _optimizer(case: Subject) -> Stated | None:
-    return case.get("optimizer") if case.framework == "axolotl" else case.get("optim")
-
-
-@error_rule(
-    "CKPT080 (axolotl, trainer): an optimizer of bitsandbytes under FSDP2",
-    why="Its kernels fail on DTensors in the first step: they have no sharding rule",
-    fix="adamw_torch_fused, or torchao's adamw_torch_8bit",
-)
-def bitsandbytes_fsdp2(case: Subject) -> Iterator[Violation]:
-    """Source: axolotl `check_fsdp2_w_8bit_optimizer` (of which Trainer builds the same); bitsandbytes 0.50 itself."""
-    found = _optimizer(case)
-    if found is not None and case.is_fsdp2 and found.text in _BNB:
-        fix = f"{found.key}: adamw_torch_8bit" if "8bit" in found.text else f"{found.key}: adamw_torch_fused"
-        yield Violation(found.key, f"{found} under FSDP2", fix)
-
-
-@error_rule(
-    "CKPT081 (axolotl): an 8-bit optimizer on offloaded parameters",
-    why="Its kernels run only on the GPU, and FSDP1 keeps the parameters on the host",
-    fix="offload_params: false, or another optimizer",
-)
-def eight_bit_offload(case: Subject) -> Iterator[Violation]:
-    """Source: axolotl `check_fsdp_offload_w_8bit_optimizer`."""
-    found, offload = _optimizer(case), case.fsdp_option("offload_params")
-    if found is None or case.spec.engine != "fsdp1" or offload is None or not offload.is_on:
-        return
-    if "8bit" in found.text:
-        yield Violation(found.key, f"{found} with {offload}", f"{offload.key}: false")
-
-
-@error_rule(
-    "CKPT082 (axolotl): bitsandbytes' 8-bit AdamW with tensor parallelism",
-    why="axolotl refuses it",
-    fix="adamw_torch_fused",
-)
-def eight_bit_tp(case: Subject) -> Iterator[Violation]:
-    """Source: axolotl `check_tensor_parallel_optimizer`."""
-    found, tp = _optimizer(case), case.get("tensor_parallel_size")
-    if found is None or tp is None or case.count(tp.key) <= 1 or found.text not in _BNB_TP:
-        return
-    if not case.is_fsdp2:  # CKPT080 has it
-        yield Violation(found.key, f"{found} with {tp}", f"{found.key}: adamw_torch_fused")
-
-
-@error_rule(
-    "CKPT083 (axolotl): an optimizer that this engine does not have",
-    why="axolotl rejects Muon, GaLore and the flash optimizers under DeepSpeed and FSDP1",
-    fix="fsdp_version: 2, or another optimizer",
-)
-def engine_has_optimizer(case: Subject) -> Iterator[Violation]:
-    """Source: axolotl `check_muon_deepspeed_fsdp`, `check_flashoptim_deepspeed_fsdp`, `check_qgalore`."""
-    found, speed = _optimizer(case), case.get("deepspeed")
-    if found is None or not (found.text in ("muon", "q_galore_adamw8bit") or found.text.startswith("flash_")):
-        return
-    if speed is not None and speed.value:
-        yield Violation(found.key, f"{found} with DeepSpeed", "FSDP2 instead of deepspeed")
-    elif wants_fsdp(case) is not None and not case.is_fsdp2:
-        yield Violation(found.key, f"{found} with FSDP1", "fsdp_version: 2")
-
-
-@error_rule(
-    "CKPT084 (axolotl): GaLore with what it cannot be combined with",
-    why="axolotl rejects it: GaLore projects whole parameters",
-    fix="use no adapter, and fsdp_config.use_orig_params: true",
-)
-def galore(case: Subject) -> Iterator[Violation]:
-    """Source: axolotl `check_qgalore`."""
-    found, adapter = _optimizer(case), case.get("adapter")
-    if found is None or found.text != "q_galore_adamw8bit":
-        return
-    if adapter is not None:
-        yield Violation(found.key, f"{found} with {adapter}", "remove adapter, or another optimizer")
-    kept = case.fsdp_option("use_orig_params")
-    if case.is_fsdp2 and (kept is None or kept.value is not True):
-        key = "fsdp_config.use_orig_params"
-        yield Violation(key, f"{found} needs fsdp_config.use_orig_params: true", "fsdp_config.use_orig_params: true")

@@ -7,13 +7,13 @@ A condition is an option, and what it must be; several with blanks between must 
     sample_packing        switched on: there, and neither null, false, no, 0 nor empty
     max_steps!            not switched on, or not there
     warmup_steps?         there, whatever it is
-    rl=dpo|kto            one of these words (`true` for a switch); of a list, one of its items
+    rl=dpo|kto            one of these words (`true` for a switch, * for any letters); of a list, one of its items
     save_strategy!=steps  none of these words, or not there
     keep_latest_k<2       a number below 2, or below that of the option on the right; also `>` and `>=`
     save_steps%eval_steps a number that is no multiple of the other
 
-`a/b` is an option with its names of two releases, and `fsdp.x` one inside another; `@engine` is the engine of the run,
-and `@tp` a size of its mesh.
+`a/b` is an option with its names of two releases, and `fsdp.x` one inside another; `@engine` is a field of the run's
+spec, and `@tp` a size of its mesh.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from ckpt_tools.preflight.rules.rule import (
     shown,
     warning_rule,
 )
+from ckpt_tools.preflight.spec import ParallelSpec
 from ckpt_tools.tables import read_rows
 from ckpt_tools.text import first_few
 
@@ -63,7 +64,8 @@ def _holds(case: Subject, condition: str) -> bool:
     if sign in _COMPARED:
         number, other = None if found is None else found.number, _number(case, words)
         return number is not None and other is not None and _COMPARED[sign](number, other)
-    return (found is not None and bool(_words(found).intersection(words.split("|")))) == (sign == "=")
+    is_one = found is not None and any(fnmatchcase(text, one) for text in _words(found) for one in words.split("|"))
+    return is_one == (sign == "=")
 
 
 def _number(case: Subject, text: str) -> float | None:
@@ -84,10 +86,14 @@ _COMPARED = {"<": operator.lt, ">": operator.gt, ">=": operator.ge, "%": _leaves
 
 
 def option_in(case: Subject, names: tuple[str, ...]) -> Stated | None:
-    """Return what a condition is about; what the run comes to (`@engine`) has no key."""
-    if names[0] == "@engine":
-        return Stated(key="", value=case.spec.engine)
-    return Stated(key="", value=case.axis(names[0][1:])) if names[0].startswith("@") else case.option(*names)
+    """Return what a condition is about; a field of the spec (`@engine`) has no key."""
+    own = names[0].removeprefix("@")
+    if own == names[0]:
+        return case.option(*names)
+    if own not in ParallelSpec.__slots__:
+        return Stated(key=case.axis_key(own), value=case.axis(own))
+    value = getattr(case.spec, own)
+    return None if value is None else Stated(key="", value=value)
 
 
 def options_of(condition: str) -> tuple[str, ...]:
@@ -204,10 +210,11 @@ def _letters(word: str) -> str:
 
 def _check_of(rule: str) -> Check:
     """Return the check of a rule whose violations are rows of `pairs.tsv`."""
+    rows = [row for row in rows_of("pairs.tsv") if row["rule"] == rule]
 
     def check(case: Subject) -> Iterator[Violation]:
-        for row in rows_of("pairs.tsv"):
-            if row["rule"] == rule and row["framework"] in (case.framework, case.config.framework):
+        for row in rows:
+            if row["framework"] in (case.framework, case.config.framework):
                 with suppress(NotKnownError):
                     if holds(case, row["conditions"]):
                         yield _violation(case, row)
@@ -234,7 +241,7 @@ def _violation(case: Subject, row: Mapping[str, str]) -> Violation:
     """Make the violation of a row: its first option that is there is named, and shown with its value."""
     names = [options_of(one) for one in row["conditions"].split()]
     there = [found for found in (option_in(case, one) for one in names) if found is not None and found.key]
-    key = there[0].key if there else names[0][0]
+    key = there[0].key if there else case.key(names[0][0][1:]) if names[0][0][0] == "@" else names[0][0]
     values = ", ".join(dict.fromkeys(f"{one.key}: {_brief(one)}" for one in there))
     return Violation(key, f"{row['what']} ({values})" if values else row["what"], row["fix"].replace("{key}", key))
 

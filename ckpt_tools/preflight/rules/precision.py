@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckpt_tools.preflight.plain_values import dtype_name
-from ckpt_tools.preflight.rules.rule import AI_PROCESS, Stated, Subject, Violation, enabled, error_rule, warning_rule
+from ckpt_tools.preflight.rules.rule import Subject, Violation, enabled, error_rule, warning_rule
 from ckpt_tools.units import format_size
 
 # CKPT05x: dtypes that contradict each other, or lose what they should keep.
@@ -13,34 +13,6 @@ from ckpt_tools.units import format_size
 _BITS = {"bf16": 16, "f16": 16, "f32": 32}
 _MIXES = ("no", "fp16", "bf16", "fp8")
 _VERL = "actor_rollout_ref.actor.fsdp_config"
-
-
-@error_rule(
-    "CKPT050 (trainer, axolotl): fp16 and bf16 at once",
-    why="Only one compute dtype is possible; the trainer rejects two",
-    fix="keep bf16 if the GPUs support it",
-)
-def one_half(case: Subject) -> Iterator[Violation]:
-    """Source: `transformers/training_args.py:_validate_args`; axolotl hands both on to it."""
-    half = [case.first("fp16", "float16"), case.first("bf16", "bfloat16")]
-    if all(map(enabled, half)):
-        yield Violation("fp16", "fp16 and bf16 are both on; only one can be", "fp16: false")
-
-
-@warning_rule(
-    "CKPT051 (openrlhf, ai-toolkit): fp16 without loss scaling",
-    why="Small gradients become zero in fp16: FSDP's mixed precision scales no loss, and this trainer has no scaler",
-    fix="bf16",
-)
-def needs_scaler(case: Subject) -> Iterator[Violation]:
-    """Source: OpenRLHF's FSDP2 notes, ai-toolkit's FSDP plan; accelerate, verl and DeepSpeed bring a scaler."""
-    if case.framework == "openrlhf":
-        found = case.flag("param_dtype")
-        wants = case.is_fsdp2
-    else:
-        found, wants = case.ai_option("train.fsdp_mixed_precision"), case.wants_ai_fsdp
-    if found is not None and wants and dtype_name(found.text) == "f16":
-        yield Violation(found.key, f"{found} under FSDP, without loss scaling", f"{found.key} bf16")
 
 
 @warning_rule(
@@ -56,19 +28,6 @@ def reduce_width(case: Subject) -> Iterator[Violation]:
     if _BITS.get(reduce, 0) < _BITS.get(compute, 0):
         key = case.key("reduce_dtype", case.key("param_dtype"))
         yield Violation(key, f"computed in {compute}, averaged in {reduce}", f"{key}: {compute}")
-
-
-@warning_rule(
-    "CKPT053 (torchtitan, verl): no f32 copy of the weights that are trained",
-    why="An update smaller than the spacing of 16-bit numbers is rounded away: training stalls at small learning rates",
-    fix="use f32 weights with bf16 computation",
-)
-def master_weights(case: Subject) -> Iterator[Violation]:
-    """Source: torchtitan `config/configs.py:TrainingConfig.dtype`, verl `FSDPEngineConfig.model_dtype`."""
-    if case.spec.master_dtype in ("bf16", "f16") and case.spec.adapter is None:
-        key = case.key("master_dtype")
-        what = f"weights and optimizer state are only in {case.spec.master_dtype}"
-        yield Violation(key, what, f"{key}: {'float32' if case.framework == 'torchtitan' else 'fp32'}")
 
 
 @warning_rule(
@@ -92,7 +51,7 @@ def same_dtype(case: Subject) -> Iterator[Violation]:
     }
     if case.framework in pairs:
         first, second = pairs[case.framework]
-        if case.framework == "ai-toolkit" and not case.wants_ai_fsdp:
+        if case.framework == "ai-toolkit" and not case.is_fsdp:
             return
         if first is None or second is None or None in (dtype_name(first.text), dtype_name(second.text)):
             return
@@ -110,23 +69,6 @@ def same_dtype(case: Subject) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT055 (accelerate): torchao's fp8 with cpu_ram_efficient_loading",
-    why="accelerate refuses it",
-    fix="fsdp_cpu_ram_efficient_loading: false",
-)
-def fp8_loading(case: Subject) -> Iterator[Violation]:
-    """Source: `accelerate/accelerator.py:Accelerator.__init__`."""
-    mixed, backend = case.get("mixed_precision"), case.first("fp8_config.backend", "fp8_config.fp8_backend")
-    loading = case.fsdp_option("cpu_ram_efficient_loading")
-    if mixed is None or mixed.text != "fp8" or backend is None or backend.text.upper() != "AO" or not case.is_fsdp:
-        return
-    if loading is None or loading.is_on:
-        key = loading.key if loading is not None else "fsdp_config.fsdp_cpu_ram_efficient_loading"
-        what = f"{loading or key + ' is missing, which means true'}, with {backend} and mixed_precision: fp8"
-        yield Violation(key, what, f"{key}: false")
-
-
-@error_rule(
     "CKPT056 (accelerate): a mixed_precision that does not exist", why="The launcher stops", fix="no, fp16, bf16 or fp8"
 )
 def known_precision(case: Subject) -> Iterator[Violation]:
@@ -138,22 +80,9 @@ def known_precision(case: Subject) -> Iterator[Violation]:
     yield Violation("mixed_precision", f"{mixed}; must be one of {', '.join(_MIXES)}", f"mixed_precision: {near}")
 
 
-@error_rule(
-    "CKPT057 (axolotl): fp8 all-gather without FSDP2",
-    why="axolotl rejects it: FSDP1's flat parameters cannot be gathered in fp8",
-    fix="fsdp_version: 2",
-)
-def fp8_gather(case: Subject) -> Iterator[Violation]:
-    """Source: axolotl `check_fp8_config`, which reads the top-level fsdp_version alone."""
-    found, version = enabled(case.get("fp8_enable_fsdp_float8_all_gather")), case.get("fsdp_version")
-    if found is not None and (version is None or version.text != "2"):
-        yield Violation(found.key, f"{found}, but {version or 'no fsdp_version'}", "fsdp_version: 2")
-
-
 # CKPT06x: what is saved, what can be loaded again, and memory that is spent twice.
 
 _MANY_BYTES = 64 * 10**9  # what rank 0 may gather on its host before it is worth a word
-_VERL_SAVES = "actor_rollout_ref.actor.checkpoint"
 
 
 def _gathered(case: Subject) -> int | None:
@@ -194,102 +123,3 @@ def full_and_large(case: Subject) -> Iterator[Violation]:
     if nbytes > _MANY_BYTES:
         what = f"{found}: rank 0 gathers {format_size(nbytes)} on its host at every save"
         yield Violation(found.key, what, f"{found.key}: SHARDED_STATE_DICT")
-
-
-@warning_rule(
-    "CKPT065 (trainer, axolotl, torchtitan, verl, openrlhf): "
-    "a run that resumes from checkpoints without optimizer state",
-    why="Moments and step count start from zero: the loss jumps, and no message explains it",
-    fix="save the optimizer too",
-)
-def resumes_without_optimizer(case: Subject) -> Iterator[Violation]:
-    """Look for saves that leave the optimizer out, where an option loads them again."""
-    found, resume = _leaves_out(case), _resumes(case)
-    if found is not None and resume is not None:
-        yield Violation(
-            found.key, f"{found} leaves out the optimizer, but {resume} resumes from it", _with_optimizer(found)
-        )
-
-
-def _leaves_out(case: Subject) -> Stated | None:
-    if case.framework in ("trainer", "axolotl"):
-        return enabled(case.get("save_only_model"))
-    if case.framework == "torchtitan":
-        found = case.get("checkpoint.exclude_from_loading")
-        return found if found is not None and "optimizer" in found.text else None
-    if case.framework == "verl":
-        for name in ("load_contents", "save_contents"):
-            found = case.get(f"{_VERL_SAVES}.{name}")
-            if found is not None and isinstance(found.value, list) and "optimizer" not in found.value:
-                return found
-        return None
-    return enabled(case.flag("disable_ds_ckpt"))
-
-
-def _resumes(case: Subject) -> Stated | None:
-    if case.framework in ("trainer", "axolotl"):
-        found = case.first("resume_from_checkpoint", "auto_resume_from_checkpoints")
-        return found if found is not None and not found.is_off else None
-    if case.framework == "torchtitan":
-        return enabled(case.first("checkpoint.enable", "checkpoint.enable_checkpoint"))
-    if case.framework == "verl":
-        found = case.get("trainer.resume_mode")
-        return found if found is not None and found.text != "disable" else None
-    return enabled(case.flag("load_checkpoint"))
-
-
-def _with_optimizer(found: Stated) -> str:
-    if found.key.endswith("_contents"):
-        return f"{found.key}: [model, optimizer, extra]"
-    if found.key.endswith("exclude_from_loading"):
-        return f"{found.key} without optimizer"
-    return f"remove {found.key}" if found.key.startswith("--") else f"{found.key}: false"
-
-
-@error_rule(
-    "CKPT066 (accelerate, axolotl): offloading of activations that are not recomputed",
-    why="accelerate and axolotl reject it: only inputs of checkpointed blocks are offloaded",
-    fix="enable activation checkpointing",
-)
-def offloaded_activations(case: Subject) -> Iterator[Violation]:
-    """Source: `FullyShardedDataParallelPlugin.__post_init__`, axolotl `check_activation_offloading_wo_gc`."""
-    if case.framework == "axolotl":
-        found, needed = case.get("activation_offloading"), case.get("gradient_checkpointing")
-        if found is not None and not found.is_off and (needed is None or needed.is_off):
-            yield Violation(found.key, f"{found} without gradient_checkpointing", "gradient_checkpointing: true")
-        return
-    found = enabled(case.fsdp_option("activation_checkpointing_offload"))
-    if found is None or not case.is_fsdp:
-        return
-    if not enabled(case.fsdp_option("activation_checkpointing")):
-        yield Violation(
-            found.key, f"{found} without activation_checkpointing", "fsdp_config.fsdp_activation_checkpointing: true"
-        )
-    elif not case.is_fsdp2:
-        yield Violation(found.key, f"{found} needs FSDP2", "fsdp_config.fsdp_version: 2")
-
-
-def _own_checkpointing(case: Subject) -> Stated | None:
-    """Return Trainer's or axolotl's own checkpointing option if it is on (its old name too)."""
-    found = case.first("activation_checkpointing", "gradient_checkpointing")
-    return found if found is not None and not found.is_off else None
-
-
-@warning_rule(
-    "CKPT068 (trainer, axolotl, ai-toolkit): gradient checkpointing where FSDP does it better, or makes it unnecessary",
-    why="Trainer's own gathers the parameters of every block once more in backward; ai-toolkit's costs a third of the"
-    " speed for memory that sharding has freed",
-    fix="use FSDP's own activation_checkpointing, or none",
-)
-def redundant_checkpointing(case: Subject) -> Iterator[Violation]:
-    """Source: `transformers/training_args.py:_process_fsdp_args`; ai-toolkit's FSDP plan."""
-    if case.framework == "ai-toolkit":
-        found = enabled(case.ai_option("train.gradient_checkpointing"))
-        if found is not None and case.wants_ai_fsdp:
-            fix = f"{AI_PROCESS}.train.gradient_checkpointing: false, if ckpt estimate shows that it fits"
-            yield Violation(found.key, f"{found} with dist_mode: fsdp, which already shards that memory", fix)
-        return
-    outer, inner = _own_checkpointing(case), enabled(case.fsdp_option("activation_checkpointing"))
-    if case.is_fsdp and outer is not None and inner is None:
-        what = f"{outer} under FSDP gathers every block once more in backward"
-        yield Violation(outer.key, what, f"{outer.key}: false and fsdp_config.activation_checkpointing: true")

@@ -22,13 +22,6 @@ if TYPE_CHECKING:
 
 ALL: tuple[Framework, ...] = get_args(Framework)
 AI_PROCESS = "config.process[0]"  # ai-toolkit's first process, the one that is checked
-_NEW_NAMES = {
-    "zero_stage": "ds.zero_stage", "ring_attn_size": "ds.ring_attn_size", "packing_samples": "ds.packing_samples",
-    "param_dtype": "ds.param_dtype", "adam_offload": "ds.adam_offload", "load_in_4bit": "ds.load_in_4bit",
-    "lora_rank": "ds.lora.rank", "disable_ds_ckpt": "ckpt.disable_ds", "load_checkpoint": "ckpt.load_enable",
-    "gradient_checkpointing": "model.gradient_checkpointing_enable",
-}  # fmt: skip
-"""OpenRLHF's options before and since they got dots."""
 
 
 class NotKnownError(Exception):
@@ -217,19 +210,9 @@ class Subject:
         prefixed = any(str(one).startswith("fsdp_") for one in names) or (self.framework == "accelerate" and not names)
         return f"fsdp_config.{'fsdp_' if prefixed else ''}{name}"
 
-    def flag(self, name: str) -> Stated | None:
-        """Return an option of an OpenRLHF command line by its old name, in whichever spelling the line has."""
-        return self.option(name, _NEW_NAMES.get(name, name))
-
     def ai_option(self, path: str) -> Stated | None:
         """Return an option of ai-toolkit's first process (`train.dist_mode`)."""
         return self.get(f"{AI_PROCESS}.{path}")
-
-    @property
-    def wants_ai_fsdp(self) -> bool:
-        """Does the `train.dist_mode` of ai-toolkit's plan say fsdp?"""
-        mode = self.ai_option("train.dist_mode")
-        return mode is not None and mode.text.lower() in ("fsdp", "fsdp2", "fsdp1")
 
 
 def enabled(found: Stated | None) -> Stated | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, cast
 
 from ckpt_tools.checkpoint.entries import TensorEntry
-from ckpt_tools.checkpoint.globs import Names
+from ckpt_tools.checkpoint.globs import NameIndex, Names
 from ckpt_tools.checkpoint.layout import (
     AXES,
     AXIS_ALIASES,
@@ -164,8 +164,8 @@ def place_tensors(
     """
     entries = tuple(tensors)
     _check_axes(rules, mesh)
-    names = names or {entry.fqn: (entry.fqn,) for entry in entries}
-    rule_of = {fqn: rule for rule, found in reversed([(rule, rule.find(names)) for rule in rules]) for fqn in found}
+    index = NameIndex(names or {entry.fqn: (entry.fqn,) for entry in entries})
+    rule_of = {fqn: rule for rule, found in reversed([(rule, rule.find(index)) for rule in rules]) for fqn in found}
     result: dict[str, dict[str, Placement]] = {}
     packed = []
     kept_whole: dict[str, tuple[str, ...]] = {}

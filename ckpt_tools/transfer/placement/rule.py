@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ckpt_tools.checkpoint.globs import Names, compile_glob, find_named
+from ckpt_tools.checkpoint.globs import NameIndex, expand_braces, find_named
 from ckpt_tools.checkpoint.layout import Mesh, Placement, Shard
 from ckpt_tools.errors import UsageError
 
@@ -60,7 +59,7 @@ class Rule:
     """FQN → the shape that its dims are counted in, where that is known; another one is refused."""
 
     def __post_init__(self) -> None:
-        compile_glob(self.match)
+        expand_braces(self.match)
         if (self.place is None) == (self.style is None):
             what = f"the rule for {self.match!r} needs either place or style"
             raise UsageError(what, where=self.origin, hint=_EXAMPLE)
@@ -78,19 +77,17 @@ class Rule:
         axis = _axis_of(STYLES[self.style or ""])
         return (axis,) if axis else ()
 
-    def find(self, names: Names) -> set[str]:
+    def find(self, names: NameIndex) -> set[str]:
         """Return the tensors that the rule is about; a style also reaches the direct parameters of a module.
 
         Raises:
             UsageError: There are none, and the rule is not optional.
         """
-        if self.is_live:
-            names = {fqn: (fqn,) for fqn in names}
-        if self.style:
-            names = {fqn: (*own, *(name.rpartition(".")[0] for name in own)) for fqn, own in names.items()}
-        with suppress(*[UsageError] * self.optional):
-            return find_named(f"the rule {self.match!r}", self.match, names, self.origin, self.hint)
-        return set()
+        names, modules = names.own if self.is_live else names, self.style is not None
+        if self.optional:
+            return names.find(self.match, modules=modules)
+        what = f"the rule {self.match!r}"
+        return find_named(what, self.match, names, self.origin, self.hint, modules=modules)
 
     def placements(self, fqn: str, num_dims: int) -> dict[str, Placement]:
         """Return axis → placement for the tensor `fqn` of `num_dims` dims; styles leave FSDP's axis alone."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.checkpoint.dtypes import BY_NAME
 from ckpt_tools.checkpoint.entries import ByteSpan, Chunk, TensorEntry
-from ckpt_tools.checkpoint.globs import Names, find_named
+from ckpt_tools.checkpoint.globs import NameIndex, Names, find_named
 from ckpt_tools.checkpoint.layout import Box
 from ckpt_tools.errors import UsageError
 from ckpt_tools.storage.source import Source
@@ -75,7 +75,8 @@ def choose(tensors: Sequence[TensorEntry], keep: Iterable[str], names: Names) ->
     Only whole blocks: kernels take inputs by 128, vLLM joins layers at multiples of 128 rows, and transformers 5.23
     decodes blocks that are smaller at the end with the scales of others. It does not quantise such matrices either.
     """
-    matched: set[str] = set().union(*(find_named(f"--keep-precision {glob}", glob, names) for glob in keep))
+    index = NameIndex(names)
+    matched: set[str] = set().union(*(find_named(f"--keep-precision {glob}", glob, index) for glob in keep))
     matrices = {entry.fqn: entry for entry in tensors if len(entry.shape) > 1}
     linear = {fqn for fqn, entry in matrices.items() if _LINEAR.fullmatch(fqn) and entry.dtype.is_float}
     even = {fqn for fqn in linear if len(shape := matrices[fqn].shape) == 2 and not any(n % BLOCK for n in shape)}
