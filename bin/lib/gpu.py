@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -33,12 +34,12 @@ def _parts() -> Iterator[tuple[str, tuple[str, ...], Callable[[Path, str], Figur
     """Name, needs, and what to run."""
     cuda = ("a CUDA device",)
     yield "load", cuda, gpu_parts.run_load
-    yield "smoke, 1 rank", cuda, lambda source, device: gpu_parts.run_smoke(source, device, 1)
-    yield "smoke, 2 ranks", ("two CUDA devices",), lambda source, device: gpu_parts.run_smoke(source, device, 2)
+    yield "smoke, 1 rank", cuda, partial(gpu_parts.run_smoke, num_ranks=1)
+    yield "smoke, 2 ranks", ("two CUDA devices",), partial(gpu_parts.run_smoke, num_ranks=2)
     for case in CASES:
         needs = (*cuda, "12 GiB of device memory", *(("bitsandbytes",) if case == "qlora" else ()))
         needs += ("triton",) if case == "compile" else ()
-        yield f"memory, {case}", needs, lambda source, device, case=case: gpu_parts.run_memory(source, device, case)
+        yield f"memory, {case}", needs, partial(gpu_parts.run_memory, case=case)
     yield "bandwidth", cuda, gpu_parts.run_bandwidth
     yield "audit", cuda, gpu_parts.run_audit
     yield "tests", ("a CUDA device to test on",), gpu_parts.run_tests

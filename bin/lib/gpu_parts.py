@@ -78,7 +78,8 @@ def build(sizes: dict[str, int], device: str = "meta") -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=8)
+    options: Figures = dict(sizes)
+    config = LlamaConfig(**options, num_attention_heads=8, num_key_value_heads=8)
     with torch.device(device):
         return LlamaForCausalLM(config).train()
 
@@ -185,7 +186,7 @@ def run_bandwidth(source: Path, device: str) -> Figures:
         return started
 
     def by_fastsafetensors() -> object:
-        from fastsafetensors import SafeTensorsFileLoader, SingleGroup
+        from fastsafetensors import SafeTensorsFileLoader, SingleGroup  # type: ignore[import-not-found]
 
         started = time.perf_counter()
         loader = SafeTensorsFileLoader(SingleGroup(), f"{device}:0" if device == "cuda" else device, nogds=True)
