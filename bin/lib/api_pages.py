@@ -96,22 +96,23 @@ def type_text(annotation: object) -> str:
     return re.sub(r"\b(?:collections\.abc|typing|ckpt_tools(?:\.\w+)+)\.", "", text)
 
 
-def signature(name: str, function: Callable[..., object]) -> str:
-    """`def name(…)` as one would write it, on one line or on one per parameter."""
+def signature(called: str, function: Callable[..., object]) -> str:
+    """`def called(…)` as one would write it, on one line or on one per parameter."""
     found = inspect.signature(function)
     parts: list[str] = []
     for parameter in found.parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parts:
             parts.append("*")
         is_typed = parameter.annotation is not parameter.empty
-        typed = f"{parameter.name}: {type_text(parameter.annotation)}" if is_typed else parameter.name
+        name = f"*{parameter.name}" if parameter.kind is parameter.VAR_POSITIONAL else parameter.name
+        typed = f"{name}: {type_text(parameter.annotation)}" if is_typed else name
         default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
         parts.append(typed + default)
     returns = "" if found.return_annotation is found.empty else f" -> {found.return_annotation}"
-    short = f"{name}({', '.join(parts)}){returns}"
+    short = f"{called}({', '.join(parts)}){returns}"
     if len(short) <= WIDTH:
         return short
-    return "\n".join([f"{name}(", *(f"    {part}," for part in parts), f"){returns}"])
+    return "\n".join([f"{called}(", *(f"    {part}," for part in parts), f"){returns}"])
 
 
 def assigned_name(node: ast.stmt) -> str:
@@ -151,7 +152,8 @@ def function_entry(name: str, function: Callable[..., object]) -> str:
     return f"### {name}\n\n```python\ndef {signature(name, function)}\n```\n\n{text}\n"
 
 
-def _default(field: dataclasses.Field[object]) -> str:
+def default_of(field: dataclasses.Field[object]) -> str:
+    """The default of a field, as one would write it after its type."""
     if field.default_factory is not dataclasses.MISSING:
         return f" = {getattr(field.default_factory, '__name__', '…')}()"
     return "" if field.default is dataclasses.MISSING else f" = {field.default!r}"
@@ -164,7 +166,7 @@ def describe_class(kind: type) -> str:
     if dataclasses.is_dataclass(kind):
         docs = field_docs(kind)
         rows += [
-            f"- `{f.name}: {f.type}{_default(f)}`" + (f": {docs[f.name]}" if f.name in docs else "")
+            f"- `{f.name}: {f.type}{default_of(f)}`" + (f": {docs[f.name]}" if f.name in docs else "")
             for f in dataclasses.fields(kind)
         ]
     for name, member in vars(kind).items():

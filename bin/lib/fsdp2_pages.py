@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import api_pages
@@ -17,14 +17,17 @@ HEAD = """\
 
 What `import ckpt_tools.fsdp2` offers: pieces for your own training script, in the order in which a script uses them.
 The import loads torch. The [guides](../guides/fsdp2-cookbook.md) show the pieces at work;
-[diagnoses](diagnoses.md) explains the codes of findings. What a launcher's options come to here:
-[`ckpt_tools.preflight.policy.read_sharding`](../guides/fsdp2-cookbook.md#accelerates-plugin-and-qlora).
+[diagnoses](diagnoses.md) explains the codes of findings.
+
+**Stability.** The names on this page are [stable](stability.md): within a major version none is renamed or removed, and
+keywords keep their meaning; new names, keywords and fields may be added. Modules below `ckpt_tools.fsdp2`, and names
+that begin with `_`, may change at any time.
 """
 SECTIONS = {
-    "Mesh and policy": ("mesh", "policy"),
+    "Mesh and policy": ("mesh", "policy", "sharding"),
     "Shard": ("train.frozen", "wrap", "blocks", "entry_methods"),
     "Load": ("load", "scatter", "buffers"),
-    "Train": ("train",),
+    "Train": ("train", "optimizer.switch_optimizer", "optimizer.step_on_whole"),
     "Save and resume": ("save", "optimizer", "state"),
     "Adapters": ("lora",),
     "4-bit weights": ("qlora",),
@@ -34,7 +37,7 @@ SECTIONS = {
 REST = "More"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Statement:
     """Where a module states a name."""
 
@@ -51,6 +54,9 @@ def render() -> str:
     import ckpt_tools.fsdp2 as package
 
     stated = _statements(Path(package.__file__).parent)
+    # Of the room above, and found here as well.
+    above = _statements(Path(package.__file__).parents[1] / "preflight")["read_sharding"]
+    stated["read_sharding"] = dataclasses.replace(above, module="sharding")
     sections: dict[str, list[tuple[int, int, str]]] = {heading: [] for heading in (*SECTIONS, REST)}
     for name in package.__all__:
         statement = stated[name]
@@ -88,11 +94,24 @@ def _statements(package: Path) -> dict[str, Statement]:
     return found
 
 
+def _constructor(name: str, kind: type) -> str:
+    """How a class is called; empty where nobody makes one."""
+    written = vars(kind).get("__init__")
+    if written is None:
+        return ""
+    if not dataclasses.is_dataclass(kind):
+        call = api_pages.signature(name, written).replace("(self, ", "(").replace("(self)", "()")
+        return f"```python\n{call.removesuffix(' -> None')}\n```\n\n"
+    parts = [f"{f.name}: {f.type}{api_pages.default_of(f)}".replace("'", '"') for f in dataclasses.fields(kind)]
+    starred = ["*"] if all(f.kw_only for f in dataclasses.fields(kind)) else []
+    return "\n".join(["```python", f"{name}(", *(f"    {part}," for part in (*starred, *parts)), ")", "```", "", ""])
+
+
 def _describe(name: str, member: object, statement: Statement) -> str:
     if inspect.isfunction(member):
         return api_pages.function_entry(name, member)
     if inspect.isclass(member):
-        return f"### {name}\n\n{api_pages.describe_class(member)}\n"
+        return f"### {name}\n\n{_constructor(name, member)}{api_pages.describe_class(member)}\n"
     # As ruff writes it, which formats the Python in documents too.
     value = f"({json.dumps(member)[1:-1]})" if isinstance(member, tuple) else statement.value
     # A call says how the value is made, not what it is.
