@@ -60,11 +60,9 @@ def _distance(factor: float) -> float:
 
 
 def _applied(module: Module, file: AdapterFile, loader: Loader, loading: Loading) -> float:
-    if loader in ("peft", "vllm"):
-        return _configured(file.config or {}, module.target, module)
-    if loader == "sglang":  # which has one scale for all, and no rsLoRA
-        plain = {key: value for key, value in (file.config or {}).items() if key in ("r", "lora_alpha")}
-        return _configured(plain, module.target, module)
+    if loader in ("peft", "vllm", "sglang"):
+        names = ("r", "lora_alpha") if loader == "sglang" else (file.config or ())  # SGLang has one scale for all
+        return _configured({name: (file.config or {}).get(name) for name in names}, module.target, module)
     alpha, rank = _numbers(module)
     own = alpha / rank if _has_tensor(module, loading) else 1.0
     return own if loader != "diffusers" else own * _in_diffusers(module, file, loading)
