@@ -449,7 +449,7 @@ def test_image_loaders_have_nothing_to_say_to_a_language_model(tmp_path: Path) -
         "diffusers": (False, False),
         "comfyui": (True, False),
         "kohya": (True, False),
-        "invokeai": (False, False),
+        "invokeai": (True, False),
         "vllm": (True, True),
         "sglang": (None, True),
     }
