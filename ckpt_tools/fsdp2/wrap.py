@@ -253,7 +253,7 @@ def shard_model(
         extra["shard_placement_fn"] = shard_placement_fn
     ignored = _ignored(model, policy.ignored, {id(parameter) for parameter in ignored_params})
     own = {name: own for wanted, own in (meshes or {}).items() for name in find_blocks(model, [wanted])}
-    found = sorted({*find_blocks(model, blocks), *own}, key=_depth) if own else find_blocks(model, blocks)
+    found = sorted(dict.fromkeys((*find_blocks(model, blocks), *own)), key=lambda name: -name.count("."))
     names = tuple(name for name in found if not _parameters_of(model, name) <= set(ignored))
     kept = (*(names if not policy.reshard else ()), *([""] if not (policy.reshard and policy.reshard_root) else ()))
     methods = find_methods(model, forward_methods, (*names, "") if root else names, kept)
@@ -314,10 +314,6 @@ def apply_policy(unit: nn.Module, policy: Policy, dp: DeviceMesh, *, root: bool 
     """Make a module a unit of FSDP."""
     apply: Any = replicate_function() if policy.strategy == "no_shard" else fully_shard
     apply(unit, **(policy.kwargs(dp, root=root) | extra))
-
-
-def _depth(name: str) -> int:
-    return -name.count(".")
 
 
 def _average_over(unit: Any, dp: DeviceMesh) -> None:  # noqa: ANN401 - what fully_shard made of a module

@@ -149,7 +149,7 @@ def narrower_model(mesh, fixed=False):
     return model, lambda model: dcp.load({"model": model.state_dict()}, checkpoint_id=path)
 
 
-@breaks("no-metadata", "", "dcp.load(", fix="load_checkpoint(model, PATH)")
+@breaks("no-metadata", "", "dcp.load(", fix="load_checkpoint(model, PATH)", thread="huggingface/accelerate#3010")
 def directory_of_the_hub(mesh, fixed=False):
     from safetensors.torch import save_file
 
@@ -161,7 +161,7 @@ def directory_of_the_hub(mesh, fixed=False):
     return _loads(mesh, path, lambda state: state, fixed)
 
 
-@breaks("per-rank-state", "rng.", "dcp.load(", fix="RngState")
+@breaks("per-rank-state", "rng.", "dcp.load(", fix="RngState", thread="pytorch/torchtitan#811")
 def generators_of_fewer_ranks(mesh, fixed=False):
     path = os.path.join(breakages.PLACE, "one-rank")
     states = {"rng": {"7": {"torch": torch.get_rng_state()}}}
@@ -347,7 +347,7 @@ def local_gradients_set_by_hand(mesh, fixed=False):
 # Casts, moves and strides.
 
 
-@breaks("load-dtype", "emb.weight", "", fix="MixedPrecisionPolicy(param_dtype=")
+@breaks("load-dtype", "emb.weight", "", fix="MixedPrecisionPolicy(param_dtype=", thread="pytorch/pytorch#137522")
 def cast_after_a_step(mesh, fixed=False):
     def run(model):
         step(model)
