@@ -192,8 +192,8 @@ def _check(
         run.not_checked.append("the modules' names and shapes in the base model (--base)")
     elif adapter.convention != "gguf":
         found, not_checked = check_against(adapter, base, family)
-        # SGLang looks at a path's end alone, and its rules compare that with the base.
-        run.findings += (each for each in found if wanted != ("sglang",) or each.code != "adapter-unmatched")
+        is_placed = wanted == ("sglang",)  # by the ends of paths, which its rules compare
+        run.findings += (each for each in found if not is_placed or each.code != "adapter-unmatched")
         run.not_checked += not_checked
     run.not_checked += [
         f"{each.text} (assumed by the export that wrote this file). Otherwise: {each.otherwise}"
@@ -447,8 +447,10 @@ def _rules_of(loader: Loader, name: str) -> Callable[[AdapterFile, Loading], Non
 
 
 def _is_unknown(file: AdapterFile, loader: Loader) -> bool:
-    """Has a family names in this loader that its table does not have?"""
+    """Has a family names in this loader that its table does not have, or is it not known?"""
     family = ARCHITECTURES.get(file.architecture or "")
+    if file.architecture is None:
+        return loader in ("comfyui", "kohya", "invokeai")
     if family is None or family.is_known_elsewhere:
         return False
     is_foreign = loader == "diffusers" and any(name.startswith((*FOREIGN, ROOT)) for name in file.tensors)
@@ -477,7 +479,8 @@ def _simulate(file: AdapterFile, loader: Loader) -> LoaderReport:
     factor = None
     try:
         if _is_unknown(file, loader):
-            loading.unchecked(file.file, f"how {loader} names the modules of {file.architecture} is not known to ckpt")
+            what = f"how {loader} names the modules of {file.architecture or 'the model family'} is not known to ckpt"
+            loading.unchecked(file.file, what, "name the model family with --architecture")
         else:
             _rules_of(loader, file.file)(file, loading)
         factor = _factor_of(file, loader, loading)
@@ -555,11 +558,9 @@ def _distance(factor: float) -> float:
 
 
 def _applied(module: AdapterModule[TensorEntry], file: AdapterFile, loader: Loader, loading: Loading) -> float:
-    if loader in ("peft", "vllm"):
-        return _configured(file.config or {}, module.target, module)
-    if loader == "sglang":  # which has one scale for all, and no rsLoRA
-        plain = {key: value for key, value in (file.config or {}).items() if key in ("r", "lora_alpha")}
-        return _configured(plain, module.target, module)
+    if loader in ("peft", "vllm", "sglang"):
+        names = ("r", "lora_alpha") if loader == "sglang" else (file.config or ())  # SGLang has one scale for all
+        return _configured({name: (file.config or {}).get(name) for name in names}, module.target, module)
     alpha, rank = _numbers(module)
     own = alpha / rank if _has_tensor(module, loading) else 1.0
     return own if loader != "diffusers" else own * _in_diffusers(module, file, loading)

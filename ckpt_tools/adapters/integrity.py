@@ -263,12 +263,15 @@ def check_base(adapter: Adapter[F], base: Shapes) -> Iterator[Finding]:
             continue
         family, shapes = family_of(module), module.shapes
         found = family.matrix(shapes) if family.is_matrix_sure(shapes) else None
-        if found is not None and weight and not _fits(found, weight, is_stack=module.parameter != "weight"):
+        if found is not None and weight and not _fits(found, weight, path, is_stack=module.parameter != "weight"):
             what = f"{', '.join(sorted(shapes))} are for {list(found)}, and the base model's is {list(weight)}"
             yield _finding("adapter-shape", module.path, what, "is it the base that the adapter was trained on?")
 
 
-def _fits(found: Matrix, weight: Shape, *, is_stack: bool) -> bool:
+_IN_OUT = re.compile(r".*\.(?:[cq]_attn|c_proj|c_fc)|(?:.*\.)?(?:wte|wpe|\w*embed\w*)")  # GPT-2's Conv1D, embeddings
+
+
+def _fits(found: Matrix, weight: Shape, path: str, *, is_stack: bool) -> bool:
     if len(weight) < 2:
         return False
     if None in found:
@@ -276,7 +279,7 @@ def _fits(found: Matrix, weight: Shape, *, is_stack: bool) -> bool:
     if is_stack and len(weight) == 3:
         return set(found) == set(weight[1:])
     flat = (weight[0], math.prod(weight[1:]))
-    return found == flat or (len(weight) == 2 and found == flat[::-1])  # GPT-2's Conv1D is (in, out)
+    return found == flat or (len(weight) == 2 and found == flat[::-1] and _IN_OUT.fullmatch(path) is not None)
 
 
 def check_values(adapter: Adapter[F], table: ValueTable, *, is_suspicious: bool = False) -> Iterator[Finding]:

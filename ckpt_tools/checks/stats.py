@@ -21,7 +21,7 @@ from ckpt_tools.checkpoint.transform import find_model, plain_names, select
 from ckpt_tools.checks.diff import match_names
 from ckpt_tools.checks.sibling_tensors import gathered, kind_of, layer_of, outliers
 from ckpt_tools.checks.updates import Update, Updating, check_updates
-from ckpt_tools.checks.values import check_values, is_weight, packed_tensors, unseen_values
+from ckpt_tools.checks.values import CONSTANT, CONSTANT_HINT, check_values, is_weight, packed_tensors, unseen_values
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.results import CheckedResult, as_json, plain
 from ckpt_tools.storage.source import Source
@@ -82,7 +82,6 @@ def measure_spectrum(entry: TensorEntry, source: Source) -> Spectrum | None:
     return Spectrum(rows=rows, columns=columns, effective_rank=math.exp(entropy), stable_rank=stable)
 
 
-CONSTANT = "constant"
 _FIGURES = {
     "rms": ("rms-outlier", 3.0),
     "largest magnitude": ("magnitude-outlier", 6.0),
@@ -256,7 +255,7 @@ def _constant(rows: Iterable[TensorStats]) -> Iterator[Finding]:
         for row in rows
         if row.moments is not None and row.moments.num_elems > 1 and row.moments.min == row.moments.max != 0
     }
-    yield from gathered(found, "warning", CONSTANT, "was it ever initialised?")
+    yield from gathered(found, "warning", CONSTANT, CONSTANT_HINT)
 
 
 def _outliers(rows: Sequence[TensorStats]) -> Iterator[Finding]:

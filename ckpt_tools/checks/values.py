@@ -26,6 +26,8 @@ from ckpt_tools.transfer.value_counts import Counts, has_values
 
 NOT_FINITE = "not-finite"
 ALL_ZERO = "all-zero"
+CONSTANT = "constant"
+ZERO_HINT, CONSTANT_HINT = "was it ever initialised, loaded, gathered?", "was it ever initialised?"
 VALUE_CODES = (NOT_FINITE, ALL_ZERO)
 """Codes of what is wrong with values: the bytes may be just those that were written."""
 
@@ -102,10 +104,10 @@ def check_values(opened: Opened, checkpoint: Checkpoint, counts: Mapping[str, Co
         strange.append(Strange(fqn=entry.fqn, shape=entry.shape, counts=seen, where=file, rank=rank))
     yield from report_strange(strange, hint="the run had diverged when it was saved: go back to an earlier step")
     weights = [entry for entry in model.tensors if entry.fqn in counts and entry.fqn not in packed]
-    zero = list(_zero_weights(opened, weights, counts))
+    zero = list(zero_weights(opened, weights, counts))
     for entry in zero[:_MOST]:
         what = f"tensor {entry.fqn!r}: all {entry.num_elems} elements are 0"
-        yield Finding.warning(ALL_ZERO, _holder(entry, Counts())[0], what, "was it ever initialised, loaded, gathered?")
+        yield Finding.warning(ALL_ZERO, _holder(entry, Counts())[0], what, ZERO_HINT)
     if left := [entry.fqn for entry in zero[_MOST:]]:
         what = f"{len(left):,} more weights are all 0: {first_few(left, 2)}"
         yield Finding.warning(ALL_ZERO, _holder(zero[_MOST], Counts())[0], what)
@@ -174,9 +176,7 @@ def _holder(entry: TensorEntry, seen: Counts) -> tuple[str, int | None]:
 # Zeros
 
 
-def _zero_weights(
-    opened: Opened, weights: Sequence[TensorEntry], counts: Mapping[str, Counts]
-) -> Iterator[TensorEntry]:
+def zero_weights(opened: Opened, weights: Sequence[TensorEntry], counts: Mapping[str, Counts]) -> Iterator[TensorEntry]:
     """Yield the weights that are all zero and should not be."""
     names = {entry.fqn for entry in weights}
     groups: dict[tuple[bool, str], list[TensorEntry]] = {}

@@ -259,6 +259,10 @@ def _run_command(argv: list[str]) -> int:
     except Exception as error:
         if isinstance(error, ImportError) and _UNMAPPED in str(error):  # a library that is loaded on use
             return _say_exhausted(error, as_json=as_json)
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            missing = UsageError("this command needs torch, which is not installed", hint="pip install 'torch>=2.10'")
+            print_error(missing, as_json=as_json)
+            return missing.exit_code
         note(f"This is a bug in ckpt {__version__} (Python {platform.python_version()}, {platform.platform()}).")
         note("Please report it with the traceback below.")
         raise

@@ -433,7 +433,8 @@ def check_gradients(model: nn.Module, groups: Sequence[FsdpGroup], optimizers: O
             if lost and (mode != "grad" or len(lost) < len(trainable)):
                 told |= set(lost)
                 where, names = _list(lost)
-                build = build_finding if mode == "reentrant" else build_warning
+                is_most = 2 * len(lost) > len(trainable)
+                build = build_finding if mode == "reentrant" or is_most else build_warning
                 yield build(code, where, f"{len(lost)} of {len(trainable)} trainable parameters: {names}")
     if len(without) == len(trainable) and not told:
         code = "reentrant-checkpoint" if is_reentrant(model) else "no-gradient"

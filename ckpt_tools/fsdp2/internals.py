@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -397,6 +398,29 @@ _ALONE = (("size", 1), ("rank", 0))  # Of a mesh that shards nothing
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def groups_of_ranks() -> frozenset[dist.ProcessGroup]:
+    """Return every process group that this rank is in."""
+    return frozenset(dist.distributed_c10d._world.pg_map)
+
+
+def collectives_of(groups: Iterable[dist.ProcessGroup]) -> int:
+    """Return how many collectives these groups have begun: their own count, which nobody has to intercept."""
+    backends = {group._get_backend(device) for group in groups for device in group._device_types}
+    return sum(cast("Any", backend)._get_sequence_number_for_group() for backend in backends)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let the default process group be a loop-back: this rank and no other. Collective when it begins."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    own, default = groups[dist.get_rank()], dist.distributed_c10d._get_default_group()
+    dist.distributed_c10d._update_default_pg(own)
+    try:
+        yield
+    finally:
+        dist.distributed_c10d._update_default_pg(default)
 
 
 def is_off_limits() -> bool:

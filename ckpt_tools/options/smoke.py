@@ -25,6 +25,13 @@ class SmokeFields:
     factory: Annotated[
         str | None, Option("Function that builds the model, in place of a config.", metavar="PKG.MOD:CALLABLE")
     ] = None
+    build: Annotated[
+        str,
+        Option(
+            "Where the model is built; auto: on meta, and on the CPU of every rank where that is not possible.",
+            metavar="auto|meta|cpu",
+        ),
+    ] = "auto"
     mesh: common.MeshText = None
     nproc: Annotated[int | None, Option("Number of ranks (default: 2, or what the mesh needs).", min=1)] = None
     device: Annotated[

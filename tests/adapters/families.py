@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import toys
+from safetensors.torch import save_file
 
 LLAMA = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
 
@@ -108,6 +109,19 @@ def save_dcp(state: dict, path) -> None:
         dcp.save(state, checkpoint_id=path)
 
 
+def loras(pairs: Mapping[str, Sequence[torch.Tensor]], root: str = "") -> dict[str, torch.Tensor]:
+    """The factors of LoRAs: module → (A, B)."""
+    return {f"{root}{path}.lora_{side}.weight": ab[i] for path, ab in pairs.items() for i, side in enumerate("AB")}
+
+
+def write_peft(path: Path, tensors: Mapping[str, torch.Tensor], **config: object) -> Path:
+    """Lay tensors down as PEFT does, with this in their configuration."""
+    path.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"} | config))
+    return path
+
+
 def build(kind: str):
     """A small model with the same random weights in every process."""
     small = {"intermediate_size": 48, "vocab_size": 40}
@@ -178,7 +192,6 @@ def save_all(rank: int, world_size: int, directory: str, names: Iterable[str]) -
     """On every rank: shard the model of every case named with FSDP2, and save it."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
-    from safetensors.torch import save_file
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

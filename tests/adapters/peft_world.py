@@ -38,7 +38,7 @@ def randomise(model: nn.Module, wanted: Callable[[str], bool], seed: int = 0) ->
         for name, parameter in model.named_parameters():
             if wanted(name):
                 noise = torch.randn(parameter.shape, generator=generator) * 0.3
-                around = 1.0 if "boft_s" in name or "magnitude" in name else 0.0
+                around = float(any(part in name for part in ("boft_s", "magnitude", "rescale", "dora_scale")))
                 parameter.copy_(around + noise)
 
 

@@ -312,11 +312,7 @@ def save_as(directory: Path, tensors: Tensors, file: str = DIFFUSERS_FILE) -> Pa
 
 
 def test_flux1_lora_a_under_diffusion_model_is_a_silent_no_op_in_diffusers(tmp_path: Path) -> None:
-    tensors = renamed(
-        {k: v for k, v in written("flux1", "comfyui", in_blocks).items() if not k.endswith(".alpha")},
-        ("lora_down", "lora_A"),
-        ("lora_up", "lora_B"),
-    )
+    tensors = OF_EVERY_MODEL["lora_A under native names"]("flux1")
     result = check_lora(save_as(tmp_path / "a", tensors), loaders=["diffusers", "comfyui"])
     assert result.architecture is None  # HunyuanVideo has these names in ComfyUI, to the same effect
     codes = {report.loader: [finding.code for finding in report.findings] for report in result.loaders}
@@ -453,7 +449,7 @@ def test_image_loaders_have_nothing_to_say_to_a_language_model(tmp_path: Path) -
         "diffusers": (False, False),
         "comfyui": (True, False),
         "kohya": (True, False),
-        "invokeai": (False, False),
+        "invokeai": (True, False),
         "vllm": (True, True),
         "sglang": (None, True),
     }

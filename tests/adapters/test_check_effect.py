@@ -8,7 +8,6 @@ by what was trained: "raises", "nothing", "part", or one number for all modules.
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pytest
 import torch
 from adapters.comfyui_keys import patched
 from adapters.image_models import ALL, OF_DIFFUSERS, adapter, delta, linears, lora, to_target
-from adapters.test_diffusers import Pipeline
+from adapters.test_diffusers import MIXIN, load
 from adapters.test_names import key_map, native_weights
 from names.keymaps import backward
 from safetensors.torch import save_file
@@ -31,13 +30,6 @@ from ckpt_tools.errors import CkptError, UsageError
 Tensors = dict[str, torch.Tensor]
 Modules = list[AdapterModule[torch.Tensor]]
 Trained = tuple[Tensors, dict[str, str]]  # What a trainer writes: tensors and header
-MIXINS = {
-    "flux1": "Flux", "flux2": "Flux2", "sd3": "SD3", "sdxl": "StableDiffusionXL", "sd1": "StableDiffusion",
-    "chroma": "Flux", "qwen_image": "QwenImage", "z_image": "ZImage", "lumina2": "Lumina2", "sana": "Sana",
-    "hidream": "HiDreamImage", "wan": "Wan", "hunyuan_video": "HunyuanVideo", "ltx": "LTXVideo", "ltx2": "LTX2",
-    "cogvideox": "CogVideoX", "aura_flow": "AuraFlow", "cosmos": "Cosmos", "mochi": "Mochi1", "krea2": "Krea2",
-    "kandinsky5": "Kandinsky", "ideogram4": "Ideogram4", "ernie_image": "ErnieImage",
-}  # fmt: skip
 RANK, ALPHA = 4, 8.0
 WIDTHS = {"flux1": "single", "chroma": "single", "lumina2": "", "hunyuan_video": "single"}
 """diffusers' conversions of these have the published widths written in, for modules with this in their names."""
@@ -153,13 +145,8 @@ def meant(spelling: str, modules: Modules) -> dict[str, float]:
 
 def in_diffusers(name: str, file: Path, model: nn.Module) -> dict[str, torch.Tensor] | None:
     """What diffusers adds, by module; None when it raises."""
-    import diffusers.loaders.lora_pipeline as pipelines
-
-    kind = type("Loading", (Pipeline, getattr(pipelines, f"{MIXINS[name]}LoraLoaderMixin")), {})
-    encoders = {each: nn.Module() for each in ("text_encoder", "text_encoder_2")}
     try:
-        with warnings.catch_warnings(action="ignore"):
-            kind(**encoders, **{component(name): model}).load_lora_weights(str(file.parent), weight_name=file.name)
+        load(name, file, file_name=file.name, **{component(name): model})
     except Exception:  # whatever it raises: the question is whether it does
         return None
     added = {}
@@ -240,7 +227,7 @@ def files(name: str, directory: Path) -> Iterator[tuple[str, Modules, Path, Tens
 
 
 @pytest.mark.full(but=["sd3", "qwen_image"])
-@pytest.mark.parametrize("name", MIXINS)
+@pytest.mark.parametrize("name", MIXIN)
 def test_verdict_is_the_effect(name: str, tmp_path: Path) -> None:
     """What diffusers and ComfyUI do with 14 to 21 spellings of the family: some 500 answers in all."""
     family, make = ALL[name]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from adapters.peft_world import randomise
-from adapters.test_merge import adapt, assert_merged, configs, llama, save_model
+from adapters.test_merge import adapt, assert_merged, llama, world as merged
 from adapters.test_merge_base import embedding_config
 from adapters.world_adapters import Config, Damage, Tensors, change as reshape, drop, rename, say
 from safetensors.torch import load_file, save_file
@@ -292,9 +292,7 @@ def test_adapter_in_a_directory_beside_the_default_one_is_the_one_that_is_taken(
 
 @pytest.mark.parametrize("lost", ["all", "one"])
 def test_magnitudes_that_were_lost_are_an_error_everywhere(tmp_path, lost):
-    model = llama()
-    base = save_model(model, tmp_path / "base")
-    expected = adapt(model, configs()["dora"], tmp_path / "adapter")
+    _, base, expected = merged(tmp_path, "dora")
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     whole = load_file(file)
     gone = [name for name in whole if "magnitude" in name and (lost == "all" or "q_proj" in name)]
@@ -315,9 +313,8 @@ def test_magnitudes_that_were_lost_are_an_error_everywhere(tmp_path, lost):
 
 
 def test_lora_bias_that_was_lost_is_an_error(tmp_path):
-    model = llama(attention_bias=True)
-    base = save_model(model, tmp_path / "base")
-    adapt(model, embedding_config(target_modules=["q_proj"], lora_bias=True), tmp_path / "adapter")
+    config = embedding_config(target_modules=["q_proj"], lora_bias=True)
+    _, base, _ = merged(tmp_path, config, llama(attention_bias=True))
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     assert api.check_lora(tmp_path / "adapter", base=base, loaders=["peft"]).ok
     save_file({name: tensor for name, tensor in load_file(file).items() if not name.endswith("bias")}, file)
@@ -353,9 +350,8 @@ def test_options_that_the_tensors_contradict_are_refused_not_ignored(tmp_path, o
 def test_simulated_peft_takes_the_base_s_own_tensors_as_the_real_one_does(tmp_path, name, with_base):
     from peft import PeftModel
 
-    model = llama(attention_bias=True)
-    base = save_model(model, tmp_path / "base")
-    adapt(model, embedding_config(target_modules=["q_proj"]), tmp_path / "adapter")
+    config = embedding_config(target_modules=["q_proj"])
+    model, base, _ = merged(tmp_path, config, llama(attention_bias=True))
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     plain = name.replace(".base_layer", "")
     before = model.state_dict().get(plain, torch.zeros(32))
@@ -370,8 +366,6 @@ def test_simulated_peft_takes_the_base_s_own_tensors_as_the_real_one_does(tmp_pa
 
 @pytest.mark.parametrize("options", [{}, {"target_modules": ["q_proj"], "bias": "all"}], ids=["embedding", "biases"])
 def test_what_peft_saves_itself_is_ok(tmp_path, options):
-    model = llama(attention_bias=True)
-    base = save_model(model, tmp_path / "base")
-    adapt(model, embedding_config(**options), tmp_path / "adapter")
+    _, base, _ = merged(tmp_path, embedding_config(**options), llama(attention_bias=True))
     assert api.check_lora(tmp_path / "adapter", loaders=["peft"]).verdict == "unknown"
     assert api.check_lora(tmp_path / "adapter", base=base, loaders=["peft"]).ok

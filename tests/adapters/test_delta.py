@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 import torch
-from adapters.maths import apply, cayley, change_of, delta, new_weight, rotate_inputs_by_butterfly, scale_of
-from adapters.peft_world import Zoo, adapt, modules_of, settings_of
+from adapters.maths import apply, cayley, change_of, delta, new_weight, rotate_inputs_by_butterfly
+from adapters.peft_world import Zoo, adapt, modules_of, randomise, settings_of
 from torch import nn
 
 from ckpt_tools.adapters.adapter import AdapterModule, Sourced
 from ckpt_tools.adapters.families.changes import butterfly_order
-from ckpt_tools.adapters.families.family import Setting
+from ckpt_tools.adapters.families.family import PLAIN, Setting
 from ckpt_tools.errors import UnreadableError, UsageError
 
 TOLERANCE = 1e-6
@@ -144,12 +144,6 @@ def test_oft_merges_as_in_peft(options):
     check(config, "oft", alpha=None, rank=None, setting=setting)
 
 
-def test_oft_without_its_series_known_is_refused():
-    module = AdapterModule(path="linear", family="oft", factors={"R": torch.randn(4, 6)})
-    with pytest.raises(UsageError, match="use_cayley_neumann is not known"):
-        new_weight(module, torch.randn(8, 16))
-
-
 def test_boft_merges_as_in_peft():
     config = config_of("BOFT", boft_block_size=4, target_modules=[*LINEAR, "conv"], init_weights=False)
     check(config, "boft", alpha=None, rank=None)
@@ -185,11 +179,7 @@ def lycoris_module(kind, base, **options):
         "diag-oft": kinds.diag_oft.DiagOFTModule, "boft": kinds.boft.ButterflyOFTModule,
     }  # fmt: skip
     module = classes[kind]("x", base, **options)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            around = 1.0 if name in ("rescale", "dora_scale") else 0.0
-            parameter.copy_(around + 0.3 * torch.randn(parameter.shape, generator=generator))
+    randomise(module, lambda _: True, seed=3)
     return module
 
 
@@ -296,44 +286,34 @@ def test_stacked_experts_merge_as_peft_merges_target_parameters(is_transposed):
     setting = Setting(num_experts=3, transposed=is_transposed, convention="peft")
     assert not torch.equal(weight, merged["experts.up"])
     assert close(new_weight(module, weight, setting), merged["experts.up"])
-    check_by_rows_of_experts(module, weight, setting)
-
-
-def check_by_rows_of_experts(module, weight, setting):
-    change = change_of(module, tuple(weight.shape), setting)
-    rows = weight.reshape(change.rows, change.columns)
-    pieces = [apply(change, part, 5 * i) for i, part in enumerate(rows.split(5))]
-    assert close(torch.cat(pieces).view(weight.shape), new_weight(module, weight, setting))
+    assert change_of(module, tuple(weight.shape), setting).is_rowwise
+    check_by_rows(module, weight, setting)
 
 
 # What cannot be
 
 
-def test_unknown_alpha_is_refused_not_guessed():
-    module = AdapterModule(path="x", family="lora", factors={"A": torch.ones(2, 4), "B": torch.ones(3, 2)})
-    with pytest.raises(UsageError, match="alpha of x is not known"):
-        scale_of(module)
+PAIR = {"A": torch.ones(2, 4), "B": torch.ones(3, 2)}
+KRON = {"w1": torch.ones(2, 2), "w2": torch.ones(3, 3)}
+HALF, OF_PEFT = Setting(scale=0.5), Setting(convention="peft")
+REFUSED = {
+    "no alpha": ("lora", PAIR, None, PLAIN, (3, 4), "alpha of x is not known"),
+    "no rank of PEFT's LoKr of two full factors": ("lokr", KRON, 1, OF_PEFT, (6, 6), "the rank of x is not known"),
+    "no series": ("oft", {"R": torch.randn(4, 6)}, None, PLAIN, (8, 16), "use_cayley_neumann is not known"),
+    "half a DoRA": ("lora", PAIR | {"magnitude": torch.ones(3)}, 1, HALF, (3, 4), "cannot be scaled"),
+    "half a rotation": ("oft", {"blocks": torch.zeros(1, 3, 3)}, 1, HALF, (3, 4), "cannot be scaled"),
+}
 
 
-def test_peft_lokr_of_full_factors_without_its_rank_is_refused():
-    factors = {"w1": torch.ones(2, 2), "w2": torch.ones(3, 3)}
-    module = AdapterModule(path="x", family="lokr", factors=factors, alpha=Sourced(1.0, "--alpha"))
-    with pytest.raises(UsageError, match="the rank of x is not known"):
-        new_weight(module, torch.randn(6, 6), Setting(convention="peft"))
-    assert torch.equal(delta(module, (6, 6), Setting(convention="kohya")), torch.ones(6, 6))  # LyCORIS scales none
-
-
-@pytest.mark.parametrize("family", ["dora", "oft"])
-def test_multiple_of_what_is_no_sum_is_refused(family):
-    lora = {"A": torch.ones(2, 4), "B": torch.ones(3, 2), "magnitude": torch.ones(3)}
-    module = AdapterModule(
-        path="x",
-        family="lora" if family == "dora" else "oft",
-        factors=lora if family == "dora" else {"blocks": torch.zeros(1, 3, 3)},
-        alpha=Sourced(1.0, "--alpha"),
-    )
-    with pytest.raises(UsageError, match="cannot be scaled"):
-        new_weight(module, torch.randn(3, 4), Setting(scale=0.5))
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_known_or_no_sum_is_refused_not_guessed(case):
+    family, factors, alpha, setting, shape, what = REFUSED[case]
+    alpha = None if alpha is None else Sourced(float(alpha), "--alpha")
+    module = AdapterModule(path="x", family=family, factors=factors, alpha=alpha)
+    with pytest.raises(UsageError, match=what):
+        new_weight(module, torch.randn(shape), setting)
+    if family == "lokr":  # LyCORIS scales none
+        assert torch.equal(delta(module, shape, Setting(convention="kohya")), torch.ones(shape))
 
 
 @pytest.mark.parametrize(

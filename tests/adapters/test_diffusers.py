@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,12 +23,15 @@ from ckpt_tools.adapters.adapter import Adapter, AdapterModule
 from ckpt_tools.adapters.ecosystems.output import Written
 
 TOLERANCE = 2e-4
-LOADERS = {
-    "flux1": "FluxLoraLoaderMixin",
-    "flux2": "Flux2LoraLoaderMixin",
-    "sd3": "SD3LoraLoaderMixin",
-    "sdxl": "StableDiffusionXLLoraLoaderMixin",
-}
+MIXIN = {
+    "flux1": "Flux", "flux2": "Flux2", "sd3": "SD3", "sdxl": "StableDiffusionXL", "sd1": "StableDiffusion",
+    "chroma": "Flux", "qwen_image": "QwenImage", "z_image": "ZImage", "lumina2": "Lumina2", "sana": "Sana",
+    "hidream": "HiDreamImage", "wan": "Wan", "hunyuan_video": "HunyuanVideo", "ltx": "LTXVideo", "ltx2": "LTX2",
+    "cogvideox": "CogVideoX", "aura_flow": "AuraFlow", "cosmos": "Cosmos", "mochi": "Mochi1", "krea2": "Krea2",
+    "kandinsky5": "Kandinsky", "ideogram4": "Ideogram4", "ernie_image": "ErnieImage",
+}  # fmt: skip
+MIXIN = {name: f"{begin}LoraLoaderMixin" for name, begin in MIXIN.items()}
+"""Model → the class that loads its adapters."""
 
 
 class Pipeline:
@@ -43,15 +48,19 @@ class Pipeline:
             setattr(self, name, component)
 
 
-def load(name: str, file: Path, **components: object) -> None:
-    """Load a file as `pipe.load_lora_weights(directory)` would."""
+def pipeline_of(mixin: str, **components: object) -> Any:
+    """A pipeline that loads adapters as diffusers' mixin does."""
     import diffusers.loaders.lora_pipeline as pipelines
 
-    kind = type("Loading", (Pipeline, getattr(pipelines, LOADERS[name])), {})
-    encoders = {each: nn.Module() for each in ("text_encoder", "text_encoder_2")} if name != "flux2" else {}
-    pipe = kind(**(encoders | components))
+    encoders = {each: nn.Module() for each in ("text_encoder", "text_encoder_2")}
+    return type("Loading", (Pipeline, getattr(pipelines, mixin)), {})(**(encoders | components))
+
+
+def load(name: str, file: Path, *, file_name: str | None = None, **components: object) -> None:
+    """Load a file as `pipe.load_lora_weights(directory)` would."""
+    pipe = pipeline_of(MIXIN[name], **components)
     with warnings.catch_warnings(action="ignore"):
-        pipe.load_lora_weights(str(file.parent))
+        pipe.load_lora_weights(str(file.parent), weight_name=file_name)
 
 
 def save(written: Written, directory: Path) -> Path:
@@ -185,7 +194,7 @@ def test_text_encoders_of_sdxl_change_by_their_delta(kinds: tuple[str, ...], thr
         component, _, path = module.path.partition(".")
         model = expected[component]
         path = path if hasattr(model, "text_model") else path.removeprefix("text_model.")
-        apply_to_model(model, [AdapterModule(**{**fields(module), "path": path})])
+        apply_to_model(model, [replace(module, path=path)])
     tokens = torch.tensor([[0, 5, 7, 1]])
     with torch.no_grad():
         before = {name: model(tokens)[0] for name, model in bases.items()}
@@ -196,7 +205,3 @@ def test_text_encoders_of_sdxl_change_by_their_delta(kinds: tuple[str, ...], thr
         change = (want - before[name]).abs().max()
         assert change > 1e-3
         assert (got - want).abs().max() <= TOLERANCE * change
-
-
-def fields(module: AdapterModule[torch.Tensor]) -> dict[str, object]:
-    return {name: getattr(module, name) for name in ("path", "family", "factors", "rank", "alpha")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from adapters.maths import delta_of_arrays as delta, scale_of, weight_of_arrays as new_weight
+from adapters.maths import delta_of_arrays as delta, weight_of_arrays as new_weight
 from arrays import to_array
 
 from ckpt_tools.adapters.adapter import AdapterModule, Sourced
@@ -49,74 +49,42 @@ def assert_same(before, after, shape, setting=None):
         assert after.error <= ROUNDING
 
 
-def test_loha_becomes_lora_of_squared_rank():
-    before = loha()
-    after = as_lora(before)
-    assert (after.module.family, after.module.rank.value) == ("lora", 9)
-    assert scale_of(after.module) == pytest.approx(scale_of(before))
-    assert_same(before, after, (20, 15))
-
-
-def test_flat_loha_of_a_convolution_takes_the_kernel_of_the_weight():
-    before = loha(columns=5 * 9)
-    after = as_lora(before, (20, 5, 3, 3))
-    assert tuple(after.module.factors["A"].shape) == (9, 5, 3, 3)
-    assert tuple(after.module.factors["B"].shape) == (20, 9, 1, 1)
-    assert_same(before, after, (20, 5, 3, 3))
-
-
-def test_loha_with_cores_becomes_lora():
-    factors = {"w1_a": normal(3, 20), "w1_b": normal(3, 5), "w2_a": normal(3, 20), "w2_b": normal(3, 5)}
-    before = module("loha", factors | {"t1": normal(3, 3, 3, 3), "t2": normal(3, 3, 3, 3)})
-    assert_same(before, as_lora(before), (20, 5, 3, 3))
-
-
-LOKRS = {
-    "w1 full, w2 factored": ({"w1": normal(2, 3), "w2_a": normal(10, 2), "w2_b": normal(2, 5)}, 4),
-    "w1 tall": ({"w1": normal(4, 2), "w2_a": normal(10, 2), "w2_b": normal(2, 10)}, 4),
-    "both factored": ({"w1_a": normal(5, 2), "w1_b": normal(2, 6), "w2_a": normal(10, 2), "w2_b": normal(2, 9)}, 4),
-    "both full, w2 thin": ({"w1": normal(2, 10), "w2": normal(10, 2)}, 4),
+CONV = (20, 15, 3, 3)
+CORES = {"w1_a": normal(3, 20), "w1_b": normal(3, 15), "w2_a": normal(3, 20), "w2_b": normal(3, 15)}
+CORES |= {"t1": normal(3, 3, 3, 3), "t2": normal(3, 3, 3, 3)}
+TUCKER = {"A": normal(3, 15, 1, 1), "mid": normal(3, 3, 3, 3), "B": normal(20, 3, 1, 1)}
+BOTH = {"w1_a": normal(5, 2), "w1_b": normal(2, 6), "w2_a": normal(10, 2), "w2_b": normal(2, 9)}
+LORAS = {
+    "LoHa": (loha(), (20, 15), 9),
+    "DoRA of LoHa, by row": (loha(magnitude=1 + normal(20, 1)), (20, 15), 9),
+    "DoRA of LoHa, by column": (loha(magnitude=1 + normal(1, 15)), (20, 15), 9),
+    "LoHa, flat, of a convolution": (loha(columns=15 * 9), CONV, 9),
+    "LoHa with cores": (module("loha", CORES), CONV, 9),
+    "LoKr, w1 full": (module("lokr", {"w1": normal(2, 3), "w2_a": normal(10, 2), "w2_b": normal(2, 5)}), (20, 15), 4),
+    "LoKr, w1 tall": (module("lokr", {"w1": normal(4, 2), "w2_a": normal(10, 2), "w2_b": normal(2, 10)}), (40, 20), 4),
+    "LoKr, both factored": (module("lokr", BOTH), (50, 54), 4),
+    "LoKr, both full, w2 thin": (module("lokr", {"w1": normal(2, 10), "w2": normal(10, 2)}), (20, 20), 4),
+    "LoKr, flat, of a convolution": (
+        module("lokr", {"w1": normal(2, 3), "w2_a": normal(10, 2), "w2_b": normal(2, 5 * 9)}), CONV, 4,
+    ),
+    "LoKr with a core": (
+        module("lokr", {"w1": normal(2, 3), "w2_a": normal(2, 10), "w2_b": normal(2, 5), "t2": normal(2, 2, 3, 3)}),
+        CONV, 4,
+    ),
+    "LoRA with a core": (module("lora", TUCKER), CONV, 3),
 }  # fmt: skip
+"""Module → the shape of its weight, and the rank of the LoRA."""
 
 
-@pytest.mark.parametrize("name", LOKRS)
-def test_lokr_with_a_factored_half_becomes_lora(name):
-    factors, rank = LOKRS[name]
-    before = module("lokr", factors)
-    shape = (
-        factors.get("w1", factors.get("w1_a")).shape[0] * factors.get("w2", factors.get("w2_a")).shape[0],
-        factors.get("w1", factors.get("w1_b")).shape[1] * factors.get("w2", factors.get("w2_b")).shape[1],
-    )
-    after = as_lora(before)
-    if rank is not None:
-        assert after.module.rank.value == rank
-    assert after.module.rank.value <= min(shape)
+@pytest.mark.parametrize("case", LORAS)
+def test_what_has_low_rank_becomes_a_lora(case):
+    before, shape, rank = LORAS[case]
+    after = as_lora(before, shape if "flat" in case else None)  # else the factors show it
+    made = after.module
+    assert (made.family, made.rank.value, made.is_dora) == ("lora", rank, before.is_dora)
+    assert made.factors.keys() - {"magnitude"} == {"A", "B"}
+    assert (made.factors["A"].shape, made.factors["B"].shape[:2]) == ((rank, *shape[1:]), (shape[0], rank))
     assert_same(before, after, shape)
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_lokr_of_a_convolution_becomes_lora(flat):
-    w2 = {"w2_a": normal(10, 2), "w2_b": normal(2, 5 * 9)}
-    if not flat:
-        w2 = {"w2_a": normal(2, 10), "w2_b": normal(2, 5), "t2": normal(2, 2, 3, 3)}
-    before = module("lokr", {"w1": normal(2, 3)} | w2)
-    assert_same(before, as_lora(before, (20, 15, 3, 3)), (20, 15, 3, 3))
-
-
-def test_tucker_core_goes_into_a():
-    before = module("lora", {"A": normal(3, 5, 1, 1), "mid": normal(3, 3, 3, 3), "B": normal(20, 3, 1, 1)})
-    after = as_lora(before)
-    assert set(after.module.factors) == {"A", "B"}
-    assert_same(before, after, (20, 5, 3, 3))
-
-
-@pytest.mark.parametrize("by_column", [False, True])
-def test_magnitude_stays_with_the_new_family(by_column):
-    magnitude = (1, 15) if by_column else (20, 1)
-    before = loha(magnitude=1 + normal(*magnitude))
-    after = as_lora(before)
-    assert after.module.is_dora
-    assert_same(before, after, (20, 15))
 
 
 def test_rslora_becomes_a_larger_alpha():

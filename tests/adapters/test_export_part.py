@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from ckpt_tools import api
 from ckpt_tools.errors import UsageError
 
+ROOT = "base_model.model."
 LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
 CASES = {
     "names": (Case({**LORA, "target_modules": ["q_proj", "down_proj"]}), ["**.layers.0.**"]),
@@ -188,16 +189,7 @@ def test_names_of_the_user_that_match_what_is_left_out_are_refused(tmp_path):
 
 
 def test_path_that_ends_another_one_that_was_left_out_becomes_a_pattern(tmp_path):
-    from safetensors.torch import save_file
-
-    paths = ("a.q", "b.a.q")
-    shapes = {"lora_A": (2, 8), "lora_B": (6, 2)}
-    tensors = {
-        f"base_model.model.{path}.{role}.weight": torch.ones(shape) for path in paths for role, shape in shapes.items()
-    }
-    (tmp_path / "run").mkdir()
-    save_file(tensors, tmp_path / "run" / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q"]}
-    (tmp_path / "run" / "adapter_config.json").write_text(json.dumps(config))
+    factors = families.loras({path: (torch.ones(2, 8), torch.ones(6, 2)) for path in ("a.q", "b.a.q")}, ROOT)
+    families.write_peft(tmp_path / "run", factors, r=2, lora_alpha=2, target_modules=["q"])
     result = api.export_lora(tmp_path / "run", tmp_path / "out", exclude=["**.b.**"])
     assert result.config["target_modules"].value == r"a\.q"

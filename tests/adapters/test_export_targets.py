@@ -16,6 +16,7 @@ import torch
 from adapters import families, image_models
 from adapters.families import save_dcp
 from adapters.image_models import adapter, to_target as to_target_of_tensors
+from adapters.peft_world import randomise
 from arrays import to_array, to_tensor
 from safetensors import safe_open
 from safetensors.torch import load_file, save, save_file
@@ -53,11 +54,7 @@ def trained(tmp_path_factory):
     for kind in MODELS:
         with warnings.catch_warnings(action="ignore"):
             model = get_peft_model(build(kind), LoraConfig(r=4, lora_alpha=6, target_modules=MODELS[kind][2]))
-        generator = torch.Generator().manual_seed(8)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_" in name:
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+        randomise(model, lambda name: "lora_" in name, seed=8)
         path = tmp_path_factory.mktemp(kind) / "dcp"
         families.save_dcp({"model": model.eval().state_dict()}, path)
         found[kind] = path, answer(model, kind)
@@ -240,16 +237,9 @@ def factors():
 
 @pytest.fixture(scope="module")
 def source(factors, tmp_path_factory):
-    path = tmp_path_factory.mktemp("source")
-    tensors = {
-        f"base_model.model.{module}.lora_{side}.weight": factor
-        for module, pair in factors.items()
-        for side, factor in zip("AB", pair, strict=True)
-    }
-    save_file(tensors, path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": sorted(factors)}
-    (path / "adapter_config.json").write_text(json.dumps(config))
-    return path
+    config = {"r": RANK, "lora_alpha": ALPHA, "target_modules": sorted(factors)}
+    tensors = families.loras(factors, "base_model.model.")
+    return families.write_peft(tmp_path_factory.mktemp("source"), tensors, **config)
 
 
 def in_peft(factors):
@@ -365,28 +355,24 @@ def test_arrays_that_are_written_can_be_saved_by_safetensors_and_the_adapter_s_s
     assert given["A"].dtype == ml_dtypes.bfloat16
 
 
-def test_alpha_that_32_bits_do_not_hold_is_refused():
-    from ckpt_tools.errors import UsageError
-
-    module = lora("transformer_blocks.0.attn.to_out.0", A=normal(RANK, WIDTH), B=normal(WIDTH, RANK))
-    module = AdapterModule(path=module.path, family="lora", factors=module.factors, alpha=Sourced(1e39, "test"))
-    with pytest.raises(UsageError, match="too large for 32 bits"):
-        to_target_of_tensors(adapter([module]), "kohya", architecture="flux1")
+PARTS_OF_TWO_SCALES = {"to_q": 1.0, "to_k": 400.0}
 
 
-@pytest.mark.parametrize("target", ["diffusers", "kohya"])
-def test_product_that_32_bits_do_not_hold_is_refused(target):
-    """Once multiplied into B for diffusers; once for parts of different scales, that are fused."""
-    from ckpt_tools.errors import UsageError
-
+@pytest.mark.parametrize(
+    ("target", "alphas", "what"),
+    [
+        ("kohya", {"to_out.0": 1e39}, r"alpha of 1e\+39 is"),
+        ("diffusers", PARTS_OF_TWO_SCALES, "B times alpha/r is"),
+        ("kohya", PARTS_OF_TWO_SCALES, "B times alpha/r is"),  # as they are fused
+    ],
+)
+def test_what_32_bits_do_not_hold_is_refused(target, alphas, what):
+    factors = {"A": normal(RANK, WIDTH), "B": torch.full((WIDTH, RANK), 1e38)}
     modules = [
         AdapterModule(
-            path=f"transformer_blocks.0.attn.{part}",
-            family="lora",
-            factors={"A": normal(RANK, WIDTH), "B": torch.full((WIDTH, RANK), 1e38)},
-            alpha=Sourced(alpha, "test"),
+            path=f"transformer_blocks.0.attn.{part}", family="lora", factors=factors, alpha=Sourced(alpha, "test")
         )
-        for part, alpha in (("to_q", 1.0), ("to_k", 400.0))
+        for part, alpha in alphas.items()
     ]
-    with pytest.raises(UsageError, match="B times alpha/r is too large for 32 bits"):
+    with pytest.raises(UsageError, match=f"{what} too large for 32 bits"):
         to_target_of_tensors(adapter(modules), target, architecture="flux1")

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+import toys
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -192,18 +193,11 @@ def test_a_sharded_checkpoint_of_either_side_gives_the_same(pair, tmp_path):
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*fan_in_fan_out")
 def test_peft_answers_as_the_merged_model(tmp_path):
     from peft import PeftModel
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-    small = {"vocab_size": 60, "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
-    kinds = (
-        (LlamaForCausalLM, LlamaConfig(**small, intermediate_size=48, tie_word_embeddings=False)),
-        (GPT2LMHeadModel, GPT2Config(vocab_size=60, n_layer=2, n_embd=32, n_head=2)),
-    )
     ids = torch.arange(12).reshape(2, 6)
-    for number, (kind, config) in enumerate(kinds):
-        torch.manual_seed(number)
-        model = kind(config).eval()
-        base, tuned, lora = (tmp_path / f"{name}{number}" for name in ("base", "tuned", "lora"))
+    for kind in ("llama", "gpt2"):
+        model = toys.build(kind)
+        base, tuned, lora = (tmp_path / f"{name}-{kind}" for name in ("base", "tuned", "lora"))
         model.save_pretrained(base)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -213,7 +207,7 @@ def test_peft_answers_as_the_merged_model(tmp_path):
         model.save_pretrained(tuned)
         result = api.extract_lora(base, tuned, lora, rank=3, strict=True)
         assert result.loss < 1e-5
-        loaded = PeftModel.from_pretrained(kind.from_pretrained(base), lora).eval()
+        loaded = PeftModel.from_pretrained(type(model).from_pretrained(base), lora).eval()
         with torch.no_grad():
             torch.testing.assert_close(loaded(ids).logits, expected, rtol=1e-4, atol=1e-4)
 

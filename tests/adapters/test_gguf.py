@@ -147,12 +147,17 @@ def test_the_way_back_gives_the_same_bytes(tmp_path: Path, kind: str) -> None:
         (tmp_path / "out" / name).write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 99, "use_rslora": true}')
     assert api.export_lora(tmp_path / "out", tmp_path / "again", base=base).config == back.config
     assert back.config["lora_alpha"].value == 8
-    one, other = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("adapter", "back"))
+    assert_came_back(tmp_path, tmp_path / "out" / "lora.gguf")
+
+
+def assert_came_back(path: Path, written: Path) -> None:
+    """Are adapter's tensors those of back, and is `written`, between them, merged to the same bytes?"""
+    one, other = (load_file(path / each / "adapter_model.safetensors") for each in ("adapter", "back"))
     assert one.keys() == other.keys()
     assert all(np.array_equal(one[name], other[name]) for name in one)
-    for source, merged in ((adapter, "a"), (tmp_path / "out" / "lora.gguf", "b")):
-        api.merge_lora(base, source, tmp_path / merged)
-    assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
+    for source, merged in ((path / "adapter", "a"), (written, "b")):
+        api.merge_lora(path / "base", source, path / merged)
+    assert (path / "a" / "model.safetensors").read_bytes() == (path / "b" / "model.safetensors").read_bytes()
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -143,11 +143,22 @@ def test_alpha_is_written_as_a_whole_number_where_it_is_one(tmp_path):
     assert config_of(pairs({"m.q": 4}), tmp_path, alpha=0.5, overwrite=True)["lora_alpha"] == 0.5
 
 
-def test_task_type_comes_from_the_base_s_architecture(tmp_path):
+@pytest.mark.parametrize(
+    ("config", "task"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "CAUSAL_LM"),
+        ({"architectures": ["BertForSequenceClassification"]}, "SEQ_CLS"),
+        # With a task type PEFT's forward would give it input_ids.
+        ({"architectures": ["Wav2Vec2ForSequenceClassification"], "conv_dim": [8]}, None),
+    ],
+)
+def test_task_type_comes_from_the_base_s_architecture(config, task, tmp_path):
+    head = torch.ones(2, 6)
     (tmp_path / "base").mkdir()
-    write({"m.q.weight": torch.ones(6, 8)}, tmp_path / "base" / "model.safetensors")
-    (tmp_path / "base" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    assert config_of(pairs({"m.q": 4}), tmp_path, alpha=8, base=tmp_path / "base")["task_type"] == "CAUSAL_LM"
+    write({"m.q.weight": torch.ones(6, 8), "classifier.weight": head}, tmp_path / "base" / "model.safetensors")
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    tensors = pairs({"m.q": 4}) | {"base_model.model.classifier.weight": head}
+    assert config_of(tensors, tmp_path, alpha=8, base=tmp_path / "base")["task_type"] == task
 
 
 @pytest.mark.parametrize(
@@ -268,11 +279,8 @@ def test_fields_are_those_of_peft_s_own_configurations():
     ],
 )
 def test_variant_that_its_factors_do_not_tell_stays_peft_s(tmp_path, setting, what):
-    source = tmp_path / "a"
-    source.mkdir()
-    write(pairs({"model.layers.0.self_attn.q_proj": 4}), source / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], **setting}
-    (source / "adapter_config.json").write_text(json.dumps(config))
+    config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], **setting}
+    source = families.write_peft(tmp_path / "a", pairs({"model.layers.0.self_attn.q_proj": 4}), **config)
     write({"model.layers.0.self_attn.q_proj.weight": torch.ones(6, 8)}, tmp_path / "base.safetensors")
     assert api.export_lora(source, tmp_path / "peft").config[next(iter(setting))].value == next(iter(setting.values()))
     for refused in (
@@ -289,14 +297,11 @@ def test_variant_that_its_factors_do_not_tell_stays_peft_s(tmp_path, setting, wh
     ("version", "is_refused"), [(None, True), ("0.17.1", True), ("0.18.0", False), ("0.21.2", False)]
 )
 def test_rotations_of_an_older_peft_are_not_merged(tmp_path, version, is_refused):
-    source = tmp_path / "a"
-    source.mkdir()
-    write({f"{ROOT}q.oft_R.weight": torch.randn(2, 6)}, source / "adapter_model.safetensors")
     config = {
         "peft_type": "OFT", "oft_block_size": 4, "r": 0, "use_cayley_neumann": True, "num_cayley_neumann_terms": 5,
         "coft": False, "block_share": False, "peft_version": version,
     }  # fmt: skip
-    (source / "adapter_config.json").write_text(json.dumps(config))
+    source = families.write_peft(tmp_path / "a", {f"{ROOT}q.oft_R.weight": torch.randn(2, 6)}, **config)
     write({"q.weight": torch.randn(6, 8)}, tmp_path / "base.safetensors")
     if is_refused:
         with pytest.raises(UsageError, match="computed different rotations"):

@@ -28,11 +28,7 @@ def healthy(layers=2):
 
 
 def write(tensors, directory, **config):
-    directory.mkdir(exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q"]} | config
-    (directory / "adapter_config.json").write_text(json.dumps(config))
-    return directory
+    return families.write_peft(directory, tensors, **({"r": 4, "lora_alpha": 8, "target_modules": ["q"]} | config))
 
 
 def codes(directory, **options):

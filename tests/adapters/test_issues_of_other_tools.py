@@ -59,6 +59,14 @@ def save_peft(path, case=CASE):
     return path
 
 
+def assert_answers(directory, expected):
+    """Does the merged model answer so? Its float32 sums are in another order."""
+    from transformers import AutoModelForCausalLM
+
+    found = answers(AutoModelForCausalLM.from_pretrained(directory).eval())
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
 def edit_config(directory, **changes):
     file = Path(directory, "adapter_config.json")
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
@@ -335,18 +343,9 @@ def image_layers(name, kinds):
 def test_comfyui_9753_names_that_it_does_not_know_patch_nothing(tmp_path, capsys):
     """ComfyUI#9753: an adapter in PEFT's names loads with a warning a key at most, and nothing changes."""
     modules = image_layers("flux1", ("attn.to_q", "attn.to_k", "attn.to_v"))
-    source = tmp_path / "adapter"
-    source.mkdir()
-    named = (
-        (f"base_model.model.{module.path}.lora_{role}.weight", module.factors[role])
-        for module in modules
-        for role in "AB"
-    )
-    tensors = {name: factor.contiguous() for name, factor in named}
-    save_file(tensors, source / PEFT_FILE)
-    (source / "adapter_config.json").write_text(
-        json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 2, "target_modules": ["to_q", "to_k", "to_v"]})
-    )
+    tensors = families.loras({m.path: (m.factors["A"], m.factors["B"]) for m in modules}, "base_model.model.")
+    config = {"r": 4, "lora_alpha": 2, "target_modules": ["to_q", "to_k", "to_v"]}
+    source = families.write_peft(tmp_path / "adapter", tensors, **config)
     native = native_weights("flux1", image_model("flux1"))
     after, unused = patched("flux1", native, tensors)
     assert unused == set(tensors)
@@ -472,14 +471,11 @@ def test_llamafactory_3573_sharded_checkpoint_becomes_an_adapter(run, tmp_path, 
 @pytest.mark.full
 def test_axolotl_3294_sharded_checkpoint_is_merged_directly(run, tmp_path, capsys, trained, untouched):
     """axolotl#3294: merge-lora after FSDP2 training finds no adapter that it could load."""
-    from transformers import AutoModelForCausalLM
-
     base = save_base(tmp_path / "base")
     code, document = command(capsys, "merge-lora", base, run / "checkpoint-2000", tmp_path / "merged", "--alpha", "8")
     assert code == 0, document
-    found = answers(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval())
-    assert not torch.allclose(found, untouched, atol=1e-3)
-    torch.testing.assert_close(found, trained, rtol=0, atol=1e-5)  # float32 sums in another order
+    assert not torch.allclose(trained, untouched, atol=1e-3)
+    assert_answers(tmp_path / "merged", trained)
 
 
 # Merged equals base
@@ -487,8 +483,6 @@ def test_axolotl_3294_sharded_checkpoint_is_merged_directly(run, tmp_path, capsy
 
 def test_verl_7285_merged_model_that_is_the_base_is_told(tmp_path, capsys, trained):
     """verl#7285: `model_merger merge` writes the base, byte for byte, and the adapter in a directory beside it."""
-    from transformers import AutoModelForCausalLM
-
     base = save_base(tmp_path / "base")
     claimed = save_base(tmp_path / "claimed")
     save_peft(claimed / "lora_adapter")
@@ -499,8 +493,7 @@ def test_verl_7285_merged_model_that_is_the_base_is_told(tmp_path, capsys, train
     assert code == 0, document
     code, document = command(capsys, "diff", base, tmp_path / "merged")
     assert (code, len(document["changed"])) == (3, 4)
-    found = answers(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval())
-    torch.testing.assert_close(found, trained, rtol=0, atol=1e-5)  # float32 sums in another order
+    assert_answers(tmp_path / "merged", trained)
 
 
 def test_verl_7285_merge_of_nothing_fails(tmp_path, capsys):
@@ -522,8 +515,6 @@ def test_verl_7285_merge_of_nothing_fails(tmp_path, capsys):
 
 def test_vllm_9280_modules_to_save_are_refused_there_and_merged_here(tmp_path, capsys):
     """vllm#9280: "vLLM only supports modules_to_save being None"."""
-    from transformers import AutoModelForCausalLM
-
     case = families.Case(LLAMA | {"modules_to_save": ["lm_head"]}, trained=("modules_to_save",))
     source = save_peft(tmp_path / "adapter", case)
     expected = answers(families.adapt(case))
@@ -534,8 +525,7 @@ def test_vllm_9280_modules_to_save_are_refused_there_and_merged_here(tmp_path, c
     assert "ckpt merge-lora" in hints(document)
     code, document = command(capsys, "merge-lora", save_base(tmp_path / "base"), source, tmp_path / "merged")
     assert code == 0, document
-    found = answers(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval())
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)  # float32 sums in another order
+    assert_answers(tmp_path / "merged", expected)
 
 
 # Memory of a merge
@@ -578,16 +568,10 @@ def sparse_base(file):
 @pytest.mark.full
 def test_peft_1939_merge_stays_far_below_the_size_of_the_base(tmp_path):
     """peft#1939: merge_and_unload holds the base and more; a 70B model ended in the out-of-memory killer."""
-    directory = tmp_path / "adapter"
-    directory.mkdir()
-    factors = {}
-    for layer in range(NUM_LAYERS):
-        factors[f"base_model.model.layers.{layer}.lora_A.weight"] = torch.full((2, WIDTH), 0.5)
-        factors[f"base_model.model.layers.{layer}.lora_B.weight"] = torch.full((WIDTH, 2), 0.25)
-    save_file(factors, directory / PEFT_FILE)
-    targets = [str(layer) for layer in range(NUM_LAYERS)]
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": targets}
-    (directory / "adapter_config.json").write_text(json.dumps(config))
+    layers = [str(layer) for layer in range(NUM_LAYERS)]
+    factors = {layer: (torch.ones(2, WIDTH) / 2, torch.ones(WIDTH, 2) / 4) for layer in layers}
+    tensors = families.loras(factors, "base_model.model.layers.")
+    directory = families.write_peft(tmp_path / "adapter", tensors, r=2, lora_alpha=2, target_modules=layers)
     base = sparse_base(tmp_path / "base.safetensors")
     nothing = peak_of("import torch\n")
     ours = peak_of(

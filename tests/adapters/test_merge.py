@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import toys
+from adapters.families import loras, save_dcp, write_peft
 from adapters.peft_world import randomise
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -98,9 +99,10 @@ FAMILIES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_merge_equals_merge_and_unload(tmp_path, family):
-    _, base, expected = world(tmp_path, family)
+@pytest.mark.parametrize("case", [*FAMILIES, "lora, float64", "dora, float64"])
+def test_merge_equals_merge_and_unload(tmp_path, case):
+    family, _, dtype = case.partition(", ")
+    _, base, expected = world(tmp_path, family, llama().double() if dtype else None)
     result = api.merge_lora(base, tmp_path / "adapter", tmp_path / "out")
     assert result.verified
     assert_merged(tmp_path / "out", expected, base)
@@ -228,13 +230,10 @@ def test_merged_dcp_does_not_claim_the_files_it_came_from(tmp_path):
 
 
 def test_trainer_checkpoint_loses_its_optimizer_and_says_so(tmp_path):
-    from torch.distributed.checkpoint import save
-
     model, base, expected = world(tmp_path)
     optimizer = {f"state.{name}.exp_avg": torch.zeros_like(p) for name, p in model.named_parameters()}
     state = {"model": model.state_dict(), "optim": optimizer, "step": 7}
-    with warnings.catch_warnings(action="ignore"):
-        save(state, checkpoint_id=str(tmp_path / "run"), no_dist=True)
+    save_dcp(state, tmp_path / "run")
     result = api.merge_lora(tmp_path / "run", tmp_path / "adapter", tmp_path / "out")
     assert any("of optimizer state: it belongs to the weights before" in note for note in result.notes)
     fqns = [entry.fqn for entry in api.open_checkpoint(tmp_path / "out").tensors]
@@ -247,13 +246,8 @@ def test_trainer_checkpoint_loses_its_optimizer_and_says_so(tmp_path):
 
 
 def write_adapter(path, factors, **config):
-    path.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {f"base_model.model.{name}": t.contiguous() for name, t in factors.items()}, path / "adapter_model.safetensors"
-    )
-    fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, "target_modules": ["x"], "bias": "none"} | config
-    (path / "adapter_config.json").write_text(json.dumps(fields))
-    return path
+    fields = {"r": 2, "lora_alpha": 3, "target_modules": ["x"], "bias": "none"} | config
+    return write_peft(path, {f"base_model.model.{name}": factor for name, factor in factors.items()}, **fields)
 
 
 def write_base(path, tensors):
@@ -272,10 +266,8 @@ def test_split_adapter_merges_into_fused_base(tmp_path):
     weight = torch.randn(8 + 4 + 4, 6)
     gate_up = torch.randn(10, 6)
     base = write_base(tmp_path / "base", {"l.qkv_proj.weight": weight, "l.gate_up_proj.weight": gate_up})
-    (qa, qb), (va, vb), (ua, ub) = pair(8, 6, 1), pair(4, 6, 2), pair(5, 6, 3)
-    factors = {"l.q_proj.lora_A.weight": qa, "l.q_proj.lora_B.weight": qb}
-    factors |= {"l.v_proj.lora_A.weight": va, "l.v_proj.lora_B.weight": vb}
-    factors |= {"l.up_proj.lora_A.weight": ua, "l.up_proj.lora_B.weight": ub}
+    (qa, qb), (va, vb), (ua, ub) = pairs = pair(8, 6, 1), pair(4, 6, 2), pair(5, 6, 3)
+    factors = loras(dict(zip(("l.q_proj", "l.v_proj", "l.up_proj"), pairs, strict=True)))
     adapter = write_adapter(tmp_path / "adapter", factors)
     api.merge_lora(base, adapter, tmp_path / "out")
     found = tensors_of(tmp_path / "out")
@@ -291,7 +283,7 @@ def test_fused_adapter_merges_into_split_base(tmp_path, use_dora):
     parts = {name: torch.randn(rows, 6) for name, rows in (("q", 8), ("k", 4), ("v", 4))}
     base = write_base(tmp_path / "base", {f"l.{name}_proj.weight": tensor for name, tensor in parts.items()})
     a, b = pair(16, 6)
-    factors = {"l.qkv_proj.lora_A.weight": a, "l.qkv_proj.lora_B.weight": b}
+    factors = loras({"l.qkv_proj": (a, b)})
     whole = torch.cat(list(parts.values())) + 1.5 * b @ a
     if use_dora:
         magnitude = 1 + torch.rand(16)
@@ -317,10 +309,7 @@ def test_gpt2_with_its_transposed_weights_equals_peft(tmp_path):
 def test_square_weights_that_may_be_transposed_are_refused_when_nothing_is_sure(tmp_path):
     tensors = {"a.weight": torch.randn(4, 6), "b.weight": torch.randn(6, 6), "c.weight": torch.randn(6, 4)}
     base = write_base(tmp_path / "base", tensors)
-    (aa, ab), (ba, bb), (ca, cb) = pair(6, 4), pair(6, 6), pair(6, 4)
-    factors = {"a.lora_A.weight": aa, "a.lora_B.weight": ab, "b.lora_A.weight": ba, "b.lora_B.weight": bb}
-    factors |= {"c.lora_A.weight": ca, "c.lora_B.weight": cb}
-    adapter = write_adapter(tmp_path / "adapter", factors)
+    adapter = write_adapter(tmp_path / "adapter", loras({"a": pair(6, 4), "b": pair(6, 6), "c": pair(6, 4)}))
     with pytest.raises(UsageError, match="the weight is square"):
         api.merge_lora(base, adapter, tmp_path / "out")
 
@@ -426,7 +415,7 @@ def test_scale_multiplies_what_is_added(tmp_path):
     weight = torch.randn(8, 6)
     base = write_base(tmp_path / "base", {"x.weight": weight})
     a, b = pair(8, 6)
-    adapter = write_adapter(tmp_path / "adapter", {"x.lora_A.weight": a, "x.lora_B.weight": b})
+    adapter = write_adapter(tmp_path / "adapter", loras({"x": (a, b)}))
     api.merge_lora(base, adapter, tmp_path / "out", scale=-0.5, alpha=8)
     found = tensors_of(tmp_path / "out")["x.weight"]
     assert torch.allclose(found, weight - 2 * b @ a, atol=TOLERANCE)
@@ -438,9 +427,7 @@ def test_scale_multiplies_what_is_added(tmp_path):
 def simple(tmp_path, weight=None):
     weight = torch.randn(8, 6) if weight is None else weight
     base = write_base(tmp_path / "base", {"x.weight": weight, "y.weight": torch.randn(8, 6)})
-    (a, b), (ya, yb) = pair(8, 6), pair(8, 6, 5)
-    factors = {"x.lora_A.weight": a, "x.lora_B.weight": b, "y.lora_A.weight": ya, "y.lora_B.weight": yb}
-    return base, factors
+    return base, loras({"x": pair(8, 6), "y": pair(8, 6, 5)})
 
 
 def refused(kind, code, match, *args, **options):
@@ -480,7 +467,7 @@ REFUSED = {
         (CkptError, 1, "too large for float16"),
     ),
     "a module more": (
-        None, lambda _: dict(zip(("z.q.lora_A.weight", "z.q.lora_B.weight"), pair(8, 6), strict=True)), {}, {},
+        None, lambda _: loras({"z.q": pair(8, 6)}), {}, {},
         (UsageError, 2, "1 of 3 adapted tensors are not in the base: z.q.weight"),
     ),
     "another shape": (
@@ -525,8 +512,7 @@ def test_modules_with_zero_factors_beside_others_are_said(tmp_path):
 
 def test_tied_head_is_explained(tmp_path):
     base = write_base(tmp_path / "base", {"model.embed_tokens.weight": torch.randn(8, 6)})
-    a, b = pair(8, 6)
-    adapter = write_adapter(tmp_path / "adapter", {"lm_head.lora_A.weight": a, "lm_head.lora_B.weight": b})
+    adapter = write_adapter(tmp_path / "adapter", loras({"lm_head": pair(8, 6)}))
     error = refused(UsageError, 2, "lm_head.weight", base, adapter, tmp_path / "out")
     assert "ties lm_head" in error.hint
 
@@ -579,11 +565,7 @@ class Interrupt:
 def interrupted_base(tmp_path):
     tensors = {f"l.{i}.weight": torch.randn(2048, 1024) for i in range(3)} | {"head": torch.randn(1024, 1024)}
     base = write_base(tmp_path / "base", tensors)
-    factors = {}
-    for i in range(3):
-        a, b = pair(2048, 1024, i)
-        factors |= {f"l.{i}.lora_A.weight": a, f"l.{i}.lora_B.weight": b}
-    return base, write_adapter(tmp_path / "adapter", factors)
+    return base, write_adapter(tmp_path / "adapter", loras({f"l.{i}": pair(2048, 1024, i) for i in range(3)}))
 
 
 def test_interrupted_merge_continues_and_gives_the_same_bytes(tmp_path):

@@ -10,16 +10,16 @@ import pytest
 import torch
 import toys
 import transformers
-from adapters.families import save_dcp
+from adapters.families import loras, save_dcp
 from adapters.peft_world import randomise
 from adapters.test_merge import (
     adapt,
     assert_merged,
-    configs,
     llama,
     pair,
     save_model,
     tensors_of,
+    world,
     write_adapter,
     write_base,
 )
@@ -115,8 +115,7 @@ def test_equal_pair_that_the_config_calls_untied_merges(tmp_path):
     model = llama()
     with torch.no_grad():
         model.lm_head.weight.copy_(model.model.embed_tokens.weight)
-    base = save_model(model, tmp_path / "base")
-    expected = adapt(model, embedding_config(), tmp_path / "adapter")
+    _, base, expected = world(tmp_path, embedding_config(), model)
     api.merge_lora(base, tmp_path / "adapter", tmp_path / "out")
     assert_merged(tmp_path / "out", expected, base)
 
@@ -138,15 +137,6 @@ def test_untied_dcp_without_a_config_merges(tmp_path):
 # Arithmetic
 
 
-@pytest.mark.parametrize("family", ["lora", "dora"])
-def test_base_of_float64_is_merged_into(tmp_path, family):
-    model = llama().double()
-    base = save_model(model, tmp_path / "base")
-    expected = adapt(model, configs()[family], tmp_path / "adapter")
-    api.merge_lora(base, tmp_path / "adapter", tmp_path / "out")
-    assert_merged(tmp_path / "out", expected, base)
-
-
 def test_sum_with_a_base_of_float64_is_not_rounded(tmp_path):
     save_file({"a.weight": torch.full((4, 4), 1.0 + 2.0**-40, dtype=torch.float64)}, tmp_path / "base.safetensors")
     factors = {"a.lora_down.weight": torch.ones(1, 4), "a.lora_up.weight": torch.ones(4, 1), "a.alpha": torch.ones(())}
@@ -157,9 +147,7 @@ def test_sum_with_a_base_of_float64_is_not_rounded(tmp_path):
 
 @pytest.mark.parametrize("scale", ["0", "-0.0", "nan", "-inf"])
 def test_scale_that_means_nothing_is_a_usage_error(tmp_path, capsys, scale):
-    model = llama()
-    base = save_model(model, tmp_path / "base")
-    adapt(model, configs()["lora"], tmp_path / "adapter")
+    _, base, _ = world(tmp_path)
     capsys.readouterr()
     arguments = ["merge-lora", str(base), str(tmp_path / "adapter"), str(tmp_path / "out"), "--scale", scale, "--json"]
     assert main(arguments) == 2
@@ -179,9 +167,7 @@ def test_merge_writes_the_config_and_the_files_of_its_plan(kind, dtype, tmp_path
     names = [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
     source = write_base(tmp_path / "base", {f"{name}.weight": torch.randn(8, 8) for name in names})
     (source / "config.json").write_bytes(CONFIG)
-    a, b = pair(8, 8)
-    factors = {f"{names[0]}.lora_A.weight": a, f"{names[0]}.lora_B.weight": b}
-    adapter, out = write_adapter(tmp_path / "adapter", factors), tmp_path / "out"
+    adapter, out = write_adapter(tmp_path / "adapter", loras({names[0]: pair(8, 8)})), tmp_path / "out"
     if kind == "dcp":
         api.shard(source, tmp_path / "run", mesh="dp_shard=2")
         source = tmp_path / "run"

@@ -7,7 +7,9 @@ import warnings
 
 import pytest
 import torch
+from adapters.families import loras
 from adapters.image_models import flux1, sdxl
+from adapters.test_diffusers import clip
 from safetensors.torch import load_file, save_file
 
 from ckpt_tools import api
@@ -18,20 +20,13 @@ pytestmark = pytest.mark.full
 PARTS = ("unet", "text_encoder", "text_encoder_2")
 
 
-def clip(kind: str):
-    import transformers
-
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
-    return getattr(transformers, kind)(transformers.CLIPTextConfig(**sizes, vocab_size=99, projection_dim=16)).eval()
-
-
 def pipeline(path):
     """Save a pipeline of SDXL."""
     from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline
 
     torch.manual_seed(0)
     vae = AutoencoderKL(block_out_channels=(4,), norm_num_groups=1, latent_channels=4)
-    encoders = {"text_encoder": clip("CLIPTextModel"), "text_encoder_2": clip("CLIPTextModelWithProjection")}
+    encoders = {"text_encoder": clip(with_projection=False), "text_encoder_2": clip(with_projection=True)}
     made = StableDiffusionXLPipeline(
         unet=sdxl(), vae=vae, **encoders, tokenizer=None, tokenizer_2=None, scheduler=EulerDiscreteScheduler()
     )
@@ -102,11 +97,8 @@ def test_an_adapter_of_one_component_and_what_a_pipeline_lacks(tmp_path, capsys)
     """Names without a component are the trained one's; --component says which, a second transformer's for example."""
     pipeline(tmp_path / "base")
     name, weight = next((n, w) for n, w in sdxl().named_parameters() if n.endswith("attn1.to_q.weight"))
-    module = name.removesuffix(".weight")
-    factors = {
-        f"{module}.lora_A.weight": torch.ones(1, weight.shape[1]),
-        f"{module}.lora_B.weight": torch.ones(weight.shape[0], 1),
-    }
+    pair = torch.ones(1, weight.shape[1]), torch.ones(weight.shape[0], 1)
+    factors = loras({name.removesuffix(".weight"): pair})
     save_file(factors, tmp_path / "plain.safetensors")
     (tmp_path / "base" / "whole.safetensors").write_bytes(b"a checkpoint of the authors'")
     command = ["merge-lora", str(tmp_path / "base"), str(tmp_path / "plain.safetensors"), str(tmp_path / "out")]

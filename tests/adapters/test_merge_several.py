@@ -7,9 +7,9 @@ import warnings
 
 import pytest
 import torch
-from adapters.families import save_dcp
+from adapters.families import loras, save_dcp
 from adapters.peft_world import randomise
-from adapters.test_merge import llama, save_model, tensors_of
+from adapters.test_merge import llama, pair, save_model, tensors_of, write_adapter, write_base
 
 from ckpt_tools import api
 from ckpt_tools.cli import main
@@ -88,6 +88,15 @@ def test_every_method_gives_what_peft_gives(tmp_path, case):
     api.merge_lora(tmp_path / "base", paths, tmp_path / "out", weights=weights, combine=combine, **options)
     tolerance = 1e-5 if "svd" in method else 2e-6  # torch decomposes in float32, ckpt in float64
     assert_equal(tensors_of(tmp_path / "out"), expected, tensors_of(tmp_path / "base"), tolerance)
+
+
+def test_svd_of_a_rank_above_what_the_weight_can_have_is_the_sum(tmp_path):
+    base = write_base(tmp_path / "base", {"m.x.weight": torch.randn(4, 30)})
+    paths = [write_adapter(tmp_path / f"{seed}", loras({"m.x": pair(4, 30, seed, r=6)}), r=6) for seed in (1, 2)]
+    api.merge_lora(base, paths, tmp_path / "sum")
+    api.merge_lora(base, paths, tmp_path / "svd", combine="svd", svd_rank=8)
+    found, expected = (tensors_of(tmp_path / name)["m.x.weight"] for name in ("svd", "sum"))
+    assert torch.allclose(found, expected, atol=1e-5)
 
 
 def test_families_ranks_and_modules_may_differ_in_a_sum(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from adapters.test_gguf import ATTENTION, HIDDEN, LAYERS, make_adapter, make_base
+from adapters.test_gguf import ATTENTION, HIDDEN, LAYERS, assert_came_back, make_adapter, make_base
 from safetensors.numpy import load_file, save_file
 
 from ckpt_tools import api
@@ -74,12 +74,7 @@ def test_the_way_back_gives_the_same_bytes(tmp_path: Path, is_dora: bool) -> Non
     assert api.check_lora(tmp_path / "out", base=base).verdict == "loads"
     back = api.export_lora(tmp_path / "out", tmp_path / "back", base=base)
     assert back.config["lora_alpha"].value == 8
-    one, other = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("adapter", "back"))
-    assert one.keys() == other.keys()
-    assert all(np.array_equal(one[name], other[name]) for name in one)
-    for source, merged in ((adapter, "a"), (tmp_path / "out", "b")):
-        api.merge_lora(base, source, tmp_path / merged)
-    assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
+    assert_came_back(tmp_path, tmp_path / "out")
 
 
 def test_verdicts_are_mlxs(tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ REFUSED = {
     "a language model": ([lora("model.layers.0.mlp.up_proj", (8, 8))], "kohya", "llm", "language model", "--to peft"),
     "an unknown model": ([lora("a.0.attn1.to_q", (8, 8))], "kohya", None, "do not belong", "--to peft"),
     "an unknown module": (
-        [lora("single_transformer_blocks.0.proj_mlp", (128, 32)), lora("mystery.0", (8, 8))], "diffusers", None,
+        [lora("single_transformer_blocks.0.proj_mlp", (128, 32)), lora("unknown.0", (8, 8))], "diffusers", None,
         "do not belong", "--to peft",
     ),
     "a module under two names": (
@@ -204,7 +204,7 @@ def test_what_a_target_has_no_names_for_is_refused_with_the_way_out(case: str) -
     with pytest.raises(UsageError, match=what) as caught:
         to_target(adapter(modules), target, architecture=family)
     assert hint in caught.value.hint
-    assert case != "an unknown module" or caught.value.where == "mystery.0"
+    assert case != "an unknown module" or caught.value.where == "unknown.0"
     assert case != "an unknown model" or all(each.title in caught.value.what for each in ARCHITECTURES.values())
 
 

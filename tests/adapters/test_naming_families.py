@@ -170,12 +170,8 @@ def test_scale_that_16_bits_would_round_makes_b_float32() -> None:
     plain = lora(f"{ATTN}.proj", (32, 32), alpha=2.0)
     odd = lora("double_blocks.1.img_attn.proj", (32, 32), alpha=3.3)
     half = [
-        AdapterModule(**{
-            **{name: getattr(each, name) for name in ("path", "family", "rank", "alpha")},
-            "factors": {role: factor.bfloat16() for role, factor in each.factors.items()},
-        })
-        for each in (plain, odd)
-    ]  # fmt: skip
+        each.with_factors({role: factor.bfloat16() for role, factor in each.factors.items()}) for each in (plain, odd)
+    ]
     written = to_target(adapter(half), "diffusers", architecture="flux1")
     name = "transformer.transformer_blocks.{}.attn.to_out.0.lora_B.weight"
     exact, wide = (written.tensors[name.format(i)] for i in range(2))

@@ -17,6 +17,7 @@ from adapters.comfyui_keys import key_map, weight_of
 from adapters.families import save_dcp
 from adapters.image_models import adapter, linears, lora, to_target
 from adapters.maths import new_weight
+from adapters.peft_world import randomise
 from adapters.test_diffusers import clip
 from adapters.test_names import native_weights
 from safetensors import safe_open
@@ -71,19 +72,13 @@ def others():
     )
 
 
-def saved_adapter(model, path, targets, *, dora=False):
-    """Save the model with a random PEFT adapter as a trainer does; return the adapted model."""
+def saved_adapter(model, path, targets, *, dora=False, of="lora_"):
+    """Save what is `of` a random PEFT adapter as a trainer does; return the adapted model."""
     from peft import LoraConfig, get_peft_model
 
     adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=6, target_modules=list(targets), use_dora=dora))
-    generator = torch.Generator().manual_seed(8)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_A" in name or "lora_B" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-            elif "lora_magnitude" in name:
-                parameter.mul_(1 + 0.3 * torch.rand(parameter.shape, generator=generator))
-    factors = {name: tensor for name, tensor in adapted.state_dict().items() if "lora_" in name}
+    randomise(adapted, lambda name: "lora_" in name, seed=8)
+    factors = {name: tensor for name, tensor in adapted.state_dict().items() if of in name}
     families.save_dcp({"model": factors}, path)
     return adapted.eval()
 
@@ -252,16 +247,8 @@ def test_dora_is_exact_in_comfyui_with_the_base(dora, tmp_path):
 
 
 def test_dora_for_comfyui_takes_the_base_that_the_checkpoint_holds(dora, tmp_path):
-    from adapters import families
-    from peft import LoraConfig, get_peft_model
-
     root, _ = dora
-    adapted = get_peft_model(flux1(), LoraConfig(r=4, lora_alpha=6, target_modules=["net.0.proj"], use_dora=True))
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
-                parameter.add_(torch.randn(parameter.shape) * 0.3)
-    families.save_dcp({"model": adapted.state_dict()}, tmp_path / "dcp")
+    saved_adapter(flux1(), tmp_path / "dcp", ["net.0.proj"], dora=True, of="")
     for number, base in enumerate((None, root / "base")):
         result = api.export_lora(tmp_path / "dcp", tmp_path / f"out{number}", to="comfyui", alpha=6, base=base)
         assert result.ok
@@ -310,26 +297,22 @@ def test_dora_by_column_is_comfyui_s_own(tmp_path):
     assert error(weight_of(written, "diffusion_model.single_blocks.0.linear2", weight), expected) < 1e-5
 
 
-@pytest.mark.parametrize("constraint", [0.0, 1e-4, 10.0])
+@pytest.mark.parametrize("options", [{}, {"constraint": 1e-4}, {"constraint": 10.0}, {"rescaled": True}], ids=str)
 @pytest.mark.parametrize("algorithm", ["diag-oft", "boft"])
-def test_lycoris_rotations_are_exact_in_comfyui(tmp_path, algorithm, constraint):
+def test_lycoris_rotations_are_exact_in_comfyui_or_refused(tmp_path, algorithm, options):
     path = "lora_unet_single_blocks_0_linear2"
-    module, weight = rotation(algorithm, constraint=constraint)
+    module, weight = rotation(algorithm, **({"constraint": 0.0} | options))
     save_file({f"{path}.{name}": tensor for name, tensor in module.state_dict().items()}, tmp_path / "a.safetensors")
     expected = module.get_merged_weight()[0].detach()
     assert error(weight, expected) > 1e-3
+    if algorithm == "diag-oft" and "rescaled" in options:
+        with pytest.raises(UsageError, match="ignores rescale"):
+            api.export_lora(tmp_path / "a.safetensors", tmp_path / "out", to="comfyui", architecture="flux1")
+        return
     assert api.export_lora(tmp_path / "a.safetensors", tmp_path / "out", to="comfyui", architecture="flux1").ok
     tensors = load_file(next((tmp_path / "out").iterdir()))
     got = weight_of(tensors, "diffusion_model.single_blocks.0.linear2", weight)
     assert error(got, expected) < 1e-5
-
-
-def test_diag_oft_with_a_rescale_is_refused_for_comfyui(tmp_path):
-    path = "lora_unet_single_blocks_0_linear2"
-    module, _ = rotation("diag-oft", constraint=0.0, rescaled=True)
-    save_file({f"{path}.{name}": tensor for name, tensor in module.state_dict().items()}, tmp_path / "a.safetensors")
-    with pytest.raises(UsageError, match="ignores rescale"):
-        api.export_lora(tmp_path / "a.safetensors", tmp_path / "out", to="comfyui", architecture="flux1")
 
 
 def rotation(algorithm, **options):

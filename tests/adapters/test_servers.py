@@ -140,32 +140,36 @@ def judged(tensors: Tensors, name: str, file: Path) -> LoaderReport:
     return check_lora(file, architecture=ALL[name][0], loaders=["invokeai"]).loaders[0]
 
 
+FILES = [
+    ("sdxl", "kohya", None, "whole"),
+    ("sdxl", "diffusers", None, "cannot convert"),
+    ("sdxl", "kohya", without("attn2", "transformer_blocks_2"), "it finds no block"),
+    ("sd1", "kohya", None, "whole"),
+    ("flux1", "kohya", None, "whole"),
+    ("flux1", "comfyui", None, "cannot convert"),  # it takes no alpha beside diffusion_model.
+    ("flux1", "comfyui", without(".alpha"), "whole"),
+    ("flux1", "diffusers", None, "whole"),
+    ("flux1", "diffusers", without("add_q_proj"), "recognises none"),
+    ("flux1", "diffusers", without("transformer.transformer_blocks.1.attn.to_k"), "it joins q, k and v"),
+    ("flux1", "kohya", renamed("lora_unet_", "lycoris_"), "recognises none"),
+    ("flux2", "kohya", None, "whole"),
+    ("flux2", "diffusers", None, "whole"),
+    ("qwen_image", "kohya", None, "whole"),
+    ("qwen_image", "comfyui", None, "recognises none"),
+    ("z_image", "kohya", None, "recognises none"),
+    ("wan", "kohya", None, "no module has that name"),  # k_img and v_img
+    ("wan", "kohya", without("_img"), "whole"),
+    ("wan", "comfyui", without("_img"), "whole"),
+    ("wan", "diffusers", None, "whole"),
+    ("sd3", "kohya", None, "loads none of"),
+    ("krea2", "diffusers", None, "not known"),
+]
+
+
 @pytest.mark.parametrize(
     ("name", "target", "change", "said"),
-    [
-        ("sdxl", "kohya", None, "whole"),
-        ("sdxl", "diffusers", None, "cannot convert"),
-        ("sdxl", "kohya", without("attn2", "transformer_blocks_2"), "it finds no block"),
-        ("sd1", "kohya", None, "whole"),
-        ("flux1", "kohya", None, "whole"),
-        ("flux1", "comfyui", None, "cannot convert"),  # it takes no alpha beside diffusion_model.
-        ("flux1", "comfyui", without(".alpha"), "whole"),
-        ("flux1", "diffusers", None, "whole"),
-        ("flux1", "diffusers", without("add_q_proj"), "recognises none"),
-        ("flux1", "diffusers", without("transformer.transformer_blocks.1.attn.to_k"), "it joins q, k and v"),
-        ("flux1", "kohya", renamed("lora_unet_", "lycoris_"), "recognises none"),
-        ("flux2", "kohya", None, "whole"),
-        ("flux2", "diffusers", None, "whole"),
-        ("qwen_image", "kohya", None, "whole"),
-        ("qwen_image", "comfyui", None, "recognises none"),
-        ("z_image", "kohya", None, "recognises none"),
-        ("wan", "kohya", None, "no module has that name"),  # k_img and v_img
-        ("wan", "kohya", without("_img"), "whole"),
-        ("wan", "comfyui", without("_img"), "whole"),
-        ("wan", "diffusers", None, "whole"),
-        ("sd3", "kohya", None, "it has no LoRA for SD3"),
-        ("krea2", "diffusers", None, "not known"),
-    ],
+    FILES,
+    ids=[f"{name}-{target}-{at}" for at, (name, target, *_) in enumerate(FILES)],
 )
 def test_invokeai_reads_the_formats_of_its_families(
     name: str, target: str, change: Callable[[Tensors], Tensors] | None, said: str, tmp_path: Path

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -177,19 +178,16 @@ def test_a_trainer_s_lora_does_in_peft_and_merged_what_it_did_there(name: str, t
 
 def broken(path: Path) -> Iterator[tuple[str, Path, str]]:
     """Yield (case, base, what is said) of what cannot be converted."""
-    (path / "bare").mkdir()
-    (path / "bare" / "model.safetensors").write_bytes((path / "base" / "model.safetensors").read_bytes())
+    shutil.copytree(path / "base", path / "bare", ignore=shutil.ignore_patterns("config.json"))
     yield "no config", path / "bare", "cannot map them"
     for case, fields, what in (
         ("another model", {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "type gpt2"),
         ("other heads", {"num_attention_heads": 3}, "rows"),
         ("no heads", {"num_key_value_heads": None}, "num_key_value_heads"),
     ):
-        base = path / case
-        base.mkdir()
-        config = json.loads((path / "base" / "config.json").read_text()) | fields
+        base = shutil.copytree(path / "base", path / case)
+        config = json.loads((base / "config.json").read_text()) | fields
         (base / "config.json").write_text(json.dumps(config))
-        (base / "model.safetensors").write_bytes((path / "base" / "model.safetensors").read_bytes())
         yield case, base, what
 
 

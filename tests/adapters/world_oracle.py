@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from adapters import world_adapters, world_pipelines
-from adapters.test_diffusers import Pipeline
+from adapters.test_diffusers import pipeline_of
 from adapters.world_adapters import Config, Tensors
 from adapters.world_models import IMAGE, LANGUAGE, World
 from safetensors import safe_open
@@ -88,7 +88,6 @@ class Worlds:
         )
 
     def _image(self, name: str) -> Trained:
-        import diffusers.loaders.lora_pipeline as pipelines
         from peft import LoraConfig, get_peft_model_state_dict
 
         model_name, config, has_header = world_pipelines.HEALTHY[name]
@@ -112,9 +111,7 @@ class Worlds:
 
         def load(path: Path) -> torch.Tensor:
             denoiser = fresh()
-            kind = type("Loading", (Pipeline, getattr(pipelines, mixin)), {})
-            encoders = {each: nn.Module() for each in ("text_encoder", "text_encoder_2")}
-            kind(**encoders, **{component: denoiser}).load_lora_weights(str(path))
+            pipeline_of(mixin, **{component: denoiser}).load_lora_weights(str(path))
             return world.outputs(denoiser)
 
         return Trained(base, directory, meant, load)

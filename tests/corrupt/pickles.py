@@ -9,19 +9,18 @@ process with an audit hook and a memory limit (`attacks/watch.py`).
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import random
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from corrupt.attacks import pickles, watch
+from corrupt.attacks import pickles
+from corrupt.attacks.audit import run_watched
 from corrupt.attacks.opcodes import call, name, text, write_run
 from corrupt.attacks.recipe import Corpus
 from corrupt.attacks.zips import archive, tensor_pickle
@@ -130,23 +129,12 @@ def run_batch(attack: Attack, numbers: range, outcome: Outcome) -> None:
         runs.append({**own, "destination": "", "remove": False, "then": []})
     sound = str(work / "sound")
     warm_up = [["inspect", sound, "--tensors"], ["verify", sound], ["verify", sound + "-absent"]]
-    job = {"cwd": str(work / "out"), "results": str(work / "results"), "warm_up": warm_up, "runs": runs}
-    (work / "job.json").write_text(json.dumps(job))
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("CKPT_", "PYTHON"))}
-    process = subprocess.run(
-        [sys.executable, "-P", watch.__file__, str(work / "job.json")],
-        env=environment | {"PYTHONPATH": str(Path(__file__).parents[2]), "NO_COLOR": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    lines = [json.loads(line) for line in (work / "results").read_text().splitlines()]
-    results = [line for line in lines if "id" in line]
+    lines, problems = run_watched(work, warm_up, runs)
+    outcome.problems += problems
     outcome.peak_bytes = max(outcome.peak_bytes, *(line.get("peak_bytes", 0) for line in lines))
-    if process.returncode or len(results) != len(runs):
-        outcome.problems.append(f"{len(results)} of {len(runs)} runs ended: {process.stderr[-2000:]}")
-    for result in results:
-        _judge(result, outcome)
+    for result in lines:
+        if "id" in result:
+            _judge(result, outcome)
     shutil.rmtree(work)
 
 

@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from samples import write_model
 
 from ckpt_tools.checkpoint.formats.dcp_metadata import parse_metadata
 from ckpt_tools.checkpoint.formats.opening import open_path
-from ckpt_tools.cli import main
 from ckpt_tools.errors import UnreadableError
 
 
@@ -48,11 +46,3 @@ def test_stream_whose_location_torch_does_not_restore(tmp_path: Path, tag: str) 
         torch.load(path, weights_only=True)
     with pytest.raises(UnreadableError, match="on the device"):
         open_path(str(path))
-
-
-@pytest.mark.parametrize("text", ["", "# nothing\n\n"])
-def test_map_that_is_empty(tmp_path: Path, capsys, text: str) -> None:
-    (tmp_path / "map.txt").write_text(text)
-    model = write_model(tmp_path / "model")
-    assert main(["rename", str(model), str(tmp_path / "out"), "--map", str(tmp_path / "map.txt")]) == 2
-    assert "the map is empty" in capsys.readouterr().err

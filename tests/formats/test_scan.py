@@ -503,3 +503,11 @@ def test_scan_of_a_zip64_with_a_false_directory(tmp_path):
     assert not scan_bytes(tmp_path, b"before" + content[:end] + end64 + locator + short, "x.pt").ok
     source = LocalSource(str(tmp_path))
     assert scan_files(source, {"x.pt": (tmp_path / "x.pt").stat().st_size}).executables[0].file == "x.pt!a.pkl"
+
+
+@pytest.mark.parametrize("length", [640, 896, 1152, 1408])
+def test_safetensors_header_whose_length_looks_like_a_pickle_is_none(tmp_path, length: int) -> None:
+    header = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'.ljust(length)
+    (tmp_path / "model.safetensors").write_bytes(length.to_bytes(8, "little") + header + b"x")
+    found = ckpt_tools.scan(tmp_path)
+    assert (found.executables, found.not_read) == ((), ())

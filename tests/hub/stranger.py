@@ -39,17 +39,13 @@ def auto(model: str, code: str) -> torch.Tensor:
 
 def image(model: str, code: str) -> torch.Tensor:
     """Load as the line of the card says into a pipeline of diffusers'."""
-    import diffusers.loaders.lora_pipeline as pipelines
     from adapters.image_models import COMPONENT, MODELS
-    from adapters.test_diffusers import LOADERS, Pipeline
-    from torch import nn
+    from adapters.test_diffusers import MIXIN, pipeline_of
 
     make, inputs = MODELS[model]
     torch.manual_seed(0)
     base = make()
-    kind = type("Loading", (Pipeline, getattr(pipelines, LOADERS[model])), {})
-    encoders = {each: nn.Module() for each in ("text_encoder", "text_encoder_2")} if model != "flux2" else {}
-    exec(code, {"pipeline": kind(**encoders, **{COMPONENT[model]: base})})
+    exec(code, {"pipeline": pipeline_of(MIXIN[model], **{COMPONENT[model]: base})})
     torch.manual_seed(1)
     with torch.no_grad():
         return base(**inputs(), return_dict=False)[0]

@@ -32,7 +32,7 @@ def config_that_breaks(row: Mapping[str, str]) -> Subject:
             spec["engine"] = words.split("|")[0] if sign == "=" else "fsdp1"
         elif name[1:] in ParallelSpec.__slots__ and name[0] == "@":
             word = words.split("|")[0]
-            spec[name[1:]] = int(word) if word.isdecimal() else word or None
+            spec[name[1:]] = 7 if sign == "%" else int(word) if word.isdecimal() else word or None
         elif name[0] == "@":
             spec["axes"][name[1:]] = int(words) + (sign == ">")
         elif sign in ("", "?"):

@@ -9,6 +9,7 @@ import time
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.nn import functional as nn_of_ranks
 from torch.nn import functional
 
 VOCABULARY = 61
@@ -290,6 +291,27 @@ class KeywordModel(Model):
 
     def forward(self, tokens):
         return self.Output(super().forward({"tokens": tokens}))
+
+
+class SumsOverRanks(Model):
+    """Its loss is that of all ranks together, which FSDP's average does not know."""
+
+    def forward(self, batch):
+        loss = super().forward(batch)
+        return nn_of_ranks.all_reduce(loss) if dist.is_initialized() else loss
+
+
+class Silent(Model):
+    """What its layers compute never reaches the loss."""
+
+    def through(self, layer, hidden):
+        return hidden + layer(hidden).detach()
+
+
+class ReadsNumbers(Model):
+    def __init__(self):
+        super().__init__()
+        self.scale = self.head.weight.std().item()
 
 
 def not_a_module():

@@ -44,6 +44,8 @@ def damaged(models, tmp_path, change, kind="llama"):
         ("NotFinite", "not-finite", "loss", "(root)", "the first module whose output is not finite"),
         ("Overflows", "not-finite", "loss", "layers.1.up", "Linear layers.1.up is the first module whose output"),
         ("DividesByNothing", "not-finite", "loss", "(root)", "the input of Layer layers.0 is not finite"),
+        ("SumsOverRanks", "sum-over-ranks", "loss", "the gradients", "2 times those of one rank"),
+        ("Silent", "no-gradient", "backward", "layers.*.norm.weight", "12 of 15 trainable parameters"),
         ("Raises", "forward-failed", "forward", "factories.py", "ZeroDivisionError: the model says no"),
         ("Nothing", "forward-failed", "forward", "phase forward", "returned no loss"),
     ],
@@ -82,6 +84,28 @@ def test_two_scalars_that_may_be_the_loss_are_asked_about(farm):
     assert by_name.ok
     assert by_model.ok
     assert by_model.losses[0] == pytest.approx(2 * by_name.losses[0])
+
+
+def test_meta_alone_refuses_what_it_cannot_build(farm):
+    with pytest.raises(UsageError, match=r"on the meta device it raises RuntimeError: Tensor.item\(\)") as caught:
+        farm.smoke(factory="smoke.factories:ReadsNumbers", build="meta")
+    assert "--build cpu" in caught.value.hint
+    assert farm.smoke(factory="smoke.factories:healthy", build="cpu", steps=1).notes[1].endswith(": --build cpu")
+
+
+def test_weights_that_a_checkpoint_has_as_zeros_or_one_number_are_named(farm, models, tmp_path):
+    def change(state):
+        state["model.layers.1.self_attn.q_proj.weight"].zero_()
+        state["model.layers.2.mlp.down_proj.weight"].fill_(0.5)
+
+    report = farm.smoke(source=damaged(models, tmp_path, change), steps=1)
+    found = {(finding.code, finding.severity, finding.where, finding.what) for finding in report.findings}
+    size = 32 * 32
+    assert found == {
+        ("all-zero", "warning", "model.layers.1.self_attn.q_proj.weight", f"all {size} elements are 0"),
+        ("constant", "warning", "model.layers.2.mlp.down_proj.weight", f"all {2 * size} elements are 0.5"),
+    }
+    assert report.ok
 
 
 def test_weight_that_is_not_finite_is_named_before_anything_runs(farm, models, tmp_path):

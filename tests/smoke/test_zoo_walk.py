@@ -10,8 +10,15 @@ from smoke.zoo.text import Gpt
 
 from ckpt_tools import api
 
-SLICE = ("Gpt", "compiled_blocks", "Odd", "Diffusion", "VqVae", "Critic")
-"""A tuple with a loss, dropout, ties; compiled; scalars; noise and computed tensors; state that runs or iterates."""
+SLICE = ("Gpt", "compiled_blocks", "Odd", "Diffusion", "VqVae", "Critic", "Clip", "Orthogonal", "Energy", "SharedNorm")
+"""A tuple with a loss, dropout, ties; compiled; scalars; noise and computed tensors; state that runs or iterates; a
+forward that communicates, cannot be built on meta, takes gradients; a module in a block and outside of it."""
+SAID = {
+    "Clip": "forward communicates: every rank has a reference of its own",
+    "Orthogonal": "on the meta device it has other tensors: head.parametrizations.weight.0.base",
+    "Measured": "on the meta device it raises RuntimeError: Tensor.item()",
+    "Energy": "forward takes gradients itself: it is evaluated with them on",
+}
 
 pytestmark = pytest.mark.full
 
@@ -46,6 +53,7 @@ def test_healthy_model_is_silent_and_followed(silent, healthy):
         pytest.skip(f"{library} is not installed")
     report = silent(healthy)
     assert report.max_grad_error <= 1e-6
+    assert SAID.get(healthy, "") in "\n".join(report.notes)
 
 
 def test_statistics_that_differ_between_ranks_are_a_note(silent):
@@ -56,7 +64,11 @@ def test_statistics_that_differ_between_ranks_are_a_note(silent):
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("FlowMatching", {"mesh": "dp_replicate=2,dp_shard=2"}), ("Gpt", {"param_dtype": "bf16", "reduce_dtype": "f32"})],
+    [
+        ("Balanced", {"mesh": "dp_replicate=2,dp_shard=2"}),
+        ("FlowMatching", {"mesh": "dp_replicate=2,dp_shard=2"}),
+        ("Gpt", {"param_dtype": "bf16", "reduce_dtype": "f32"}),
+    ],
 )
 def test_draws_are_followed_on_other_meshes_and_in_other_dtypes(silent, kind, options):
     silent(kind, **options)

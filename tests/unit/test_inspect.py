@@ -9,7 +9,7 @@ import pytest
 
 from ckpt_tools.checkpoint.dtypes import BY_NAME
 from ckpt_tools.checkpoint.entries import Asset, BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
-from ckpt_tools.checkpoint.layout import Box, Layout, Mesh, Replicate, Shard
+from ckpt_tools.checkpoint.layout import Box, Layout, Mesh, Shard
 from ckpt_tools.checkpoint.summarise import MAX_BLOCKS, MAX_PREFIXES, OTHER, overlay, summarise
 from ckpt_tools.errors import UsageError
 
@@ -135,45 +135,6 @@ def test_to_json_two_ranks_is_the_contract(two_ranks: Checkpoint) -> None:
     assert "tensors" not in summary.to_json()
 
 
-def test_summarise_recorded_mesh_is_believed(two_ranks: Checkpoint) -> None:
-    mesh = Mesh((("dp_replicate", 3), ("dp_shard", 2)))
-    placements = {"model.layers.0.w": {"dp_shard": Shard(0)}}
-    summary = summarise(replace(two_ranks, mesh=mesh, placements=placements))
-    assert (summary.mesh, summary.mesh_source) == (mesh, "manifest")
-    assert summary.placements_of("model.layers.0.w") == {"dp_replicate": Replicate(), "dp_shard": Shard(0)}
-    assert summary.placements_of("step") is None
-    assert summary.to_json()["mesh"] == {"dp_replicate": 3, "dp_shard": 2}
-
-
-def test_summarise_hf_directory_has_files_but_no_ranks() -> None:
-    names = [f"model-{i:05d}-of-00011.safetensors" for i in (11, 2, 1)]
-    tensors = tuple(_tensor(f"t{i}", (2, 2), _chunk(name, (0, 0), (2, 2))) for i, name in enumerate(names))
-    summary = summarise(Checkpoint(root="m", format="hf", tensors=tensors, files=dict.fromkeys(names, 88)))
-    assert [file.file for file in summary.files] == sorted(names)
-    assert (summary.ranks, summary.blocks, summary.mesh, summary.mesh_source) == ((), (), None, None)
-    assert summary.imbalance is None
-    assert summary.to_json()["mesh"] is None
-
-
-def test_summarise_file_names_sort_by_number() -> None:
-    chunks = [_chunk(f"__{rank}_0.distcp", (rank,), (1,)) for rank in range(12)]
-    summary = summarise(Checkpoint(root="m", format="dcp", tensors=(_tensor("w", (12,), *chunks),)))
-    assert [file.file for file in summary.files] == [f"__{rank}_0.distcp" for rank in range(12)]
-    assert [rank.rank for rank in summary.ranks] == list(range(12))
-
-
-def test_summarise_of_nothing_of_half_bytes_and_of_missing_files(two_ranks: Checkpoint) -> None:
-    nothing = summarise(Checkpoint(root="m", format="dcp", tensors=()))
-    assert (nothing.num_tensors, nothing.total_bytes, nothing.num_chunks) == (0, 0, 0)
-    assert (nothing.ranks, nothing.files, nothing.prefixes, nothing.mesh) == ((), (), (), None)
-    assert nothing.to_json(tensors=())["tensors"] == []
-    tensor = _tensor("w", (3, 2), _chunk("__0_0.distcp", (0, 0), (3, 1)), dtype="F4")
-    halves = summarise(Checkpoint(root="m", format="dcp", tensors=(tensor,)))
-    assert (halves.total_bytes, halves.ranks[0].num_bytes) == (3, 2)
-    missing = summarise(replace(two_ranks, files={"__0_0.distcp": 2235}))
-    assert [file.file_bytes for file in missing.files] == [2235, None, None]
-
-
 def _named(*fqns: str) -> Checkpoint:
     tensors = tuple(_tensor(fqn, (2,), _chunk("__0_0.distcp", (0,), (2,))) for fqn in fqns)
     return Checkpoint(root="m", format="dcp", tensors=tensors)
@@ -240,35 +201,6 @@ def test_overlay_dim_that_is_not_there_is_refused(two_ranks: Checkpoint) -> None
     layout = Layout(mesh=Mesh((("dp_shard", 2),)), placements={"model.layers.0.w": {"dp_shard": Shard(2)}})
     with pytest.raises(UsageError, match=r"S\(2\)"):
         overlay(two_ranks, layout)
-
-
-def test_overlay_of_its_own_mesh_is_inferred_again(two_ranks: Checkpoint) -> None:
-    mesh = Mesh((("dp_shard", 3),))
-    fsdp = {"model.layers.0.w": {"dp_shard": Shard(0)}, "model.layers.0.b": {"dp_shard": Shard(0)}}
-    imagined = overlay(two_ranks, Layout(mesh=mesh, placements=fsdp))
-    summary = summarise(replace(imagined, mesh=None, placements=None))
-    assert summary.mesh == mesh
-    assert summary.placements_of("model.layers.0.b") == {"dp_shard": Shard(0)}
-
-
-def test_summarise_64000_chunks_takes_a_moment() -> None:
-    shapes = [(4096, 4096), (11008, 4096), (4096,), (999, 17)]
-    base = Checkpoint(
-        root="m",
-        format="hf",
-        tensors=tuple(_tensor(f"model.layers.{i // 10}.p{i % 10}.weight", shapes[i % 4]) for i in range(1000)),
-    )
-    mesh = Mesh((("dp_shard", 64),))
-    imagined = overlay(base, Layout(mesh=mesh, placements={t.fqn: {"dp_shard": Shard(0)} for t in base.tensors}))
-    # Each tensor has chunks of its own, as in files.
-    own = tuple(replace(t, chunks=(*t.chunks[:1], *t.chunks[1:])) for t in imagined.tensors)
-    written = replace(imagined, mesh=None, placements=None, tensors=own)
-    summary = summarise(written)
-    assert summary.num_chunks == 64_000
-    assert summary.mesh == mesh
-    shared = summarise(replace(written, tensors=imagined.tensors))
-    assert (shared.files, shared.ranks, shared.blocks) == (summary.files, summary.ranks, summary.blocks)
-    assert len({block.bytes_by_rank for block in summary.blocks}) == 2  # layers begin with one shape or another
 
 
 def test_overlay_of_thousands_of_ranks_counts_equal_layers_once() -> None:

@@ -9,7 +9,6 @@ from ckpt_tools.checkpoint.layout import (
     Mesh,
     Replicate,
     Shard,
-    cut,
     cut_tensor,
     parse_mesh,
     parse_placement,
@@ -37,15 +36,6 @@ def test_mesh_rank_varies_fastest_along_the_last_axis():
 def test_meshes_and_placements_print_as_they_are_written():
     assert str(parse_mesh("dp_replicate=2, dp_shard=4,tp=2")) == "dp_replicate=2,dp_shard=4,tp=2"
     assert (str(S1), str(R)) == ("S(1)", "R")
-
-
-@pytest.mark.parametrize(("alias", "axis"), [("fsdp", "dp_shard"), ("dp", "dp_shard"), ("ddp", "dp_replicate")])
-def test_parse_mesh_alias_gives_the_axis(alias, axis):
-    assert parse_mesh(f"{alias}=3") == Mesh(((axis, 3),))
-
-
-def test_parse_mesh_minus_one_is_inferred_from_the_world_size():
-    assert parse_mesh("dp_shard=-1,tp=2", world_size=16) == Mesh((("dp_shard", 8), ("tp", 2)))
 
 
 @pytest.mark.parametrize(
@@ -88,41 +78,11 @@ def test_parse_placement_unknown_spelling_is_refused(text):
         parse_placement(text)
 
 
-@pytest.mark.parametrize(
-    ("length", "num_parts", "parts"),
-    [
-        (8, 4, [(0, 2), (2, 2), (4, 2), (6, 2)]),
-        (10, 4, [(0, 3), (3, 3), (6, 3), (9, 1)]),
-        (5, 4, [(0, 2), (2, 2), (4, 1), (5, 0)]),
-        (1, 3, [(0, 1), (1, 0), (1, 0)]),
-        (0, 2, [(0, 0), (0, 0)]),
-    ],
-)
-def test_cut_uneven_leaves_the_last_parts_short_or_empty(length, num_parts, parts):
-    assert cut(length, num_parts) == parts
-
-
 def test_box_intersect_touching_boxes_share_nothing():
     assert Box((0, 0), (2, 4)).intersect(Box((2, 0), (2, 4))) is None
     assert Box((0, 0), (3, 4)).intersect(Box((2, 1), (2, 9))) == Box((2, 1), (1, 3))
     assert Box((), ()).intersect(Box((), ())) == Box((), ())
     assert Box((0,), (0,)).intersect(Box((0,), (4,))) is None
-
-
-@pytest.mark.parametrize(
-    ("shape", "mesh", "placements", "boxes"),
-    [
-        # Ranks (dp, tp): TP halves are rows 0..4 and 4..8; FSDP halves each of them.
-        ((8, 3), FSDP_TP, {"dp_shard": S0, "tp": S0}, [((at, 0), (2, 3)) for at in (0, 4, 2, 6)]),
-        # The cut does not depend on the order of the axes, but the ranks do.
-        ((8,), Mesh(FSDP_TP.axes[::-1]), {"dp_shard": S0, "tp": S0}, [((at,), (2,)) for at in (0, 2, 4, 6)]),
-        ((4, 6), FSDP_TP, {"dp_shard": S0, "tp": S1}, [((row, at), (2, 3)) for row in (0, 2) for at in (0, 3)]),
-    ],
-    ids=["same dim", "axes the other way round", "a grid"],
-)
-def test_cut_tensor_gives_every_rank_its_box(shape, mesh, placements, boxes):
-    grid = cut_tensor(shape, mesh, placements)
-    assert [grid.local_box(rank) for rank in range(4)] == [Box(*box) for box in boxes]
 
 
 @pytest.mark.parametrize(

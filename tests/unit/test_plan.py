@@ -8,15 +8,12 @@ from ckpt_tools.checkpoint.formats import dcp_placing, hf
 from ckpt_tools.checkpoint.formats.safetensors import data_order
 from ckpt_tools.checkpoint.formats.torch_zip import item_frame
 from ckpt_tools.checkpoint.layout import Box, Mesh, Shard, cut_tensor
-from ckpt_tools.errors import CkptError, UnreadableError, UsageError
+from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.transfer.plan import (
     Plan,
     asset_name,
     blob_name,
     blocks_of,
-    check_complete,
-    group_by_tensor,
-    plan_assets,
     plan_copies,
 )
 
@@ -76,26 +73,6 @@ def test_plan_for_safetensors_begins_behind_the_header() -> None:
     assert plan.read_bytes == 104
 
 
-def test_plan_is_equal_by_value_and_printable() -> None:
-    source = _source()
-    assert plan_copies(source, _columns(source)) == plan_copies(_source(), _columns(_source()))
-    assert "__1_0.distcp" in repr(plan_copies(source, _columns(source)))
-
-
-def test_plan_groups_copies_by_tensor() -> None:
-    source = _source()
-    groups = group_by_tensor(Plan(source, _columns(source), {}).files)
-    assert {entry.fqn: len(copies) for entry, copies in groups} == {"\0blob\0rng": 1, "w": 2, "s": 1}
-    assert len(next(entry for entry, _ in groups if entry.fqn == "w").chunks) == 2
-
-
-def test_plan_of_assets_copies_them_whole() -> None:
-    asset = Asset(file="sub/config.json", nbytes=7)
-    (file,) = plan_assets([asset])
-    assert (file.file, file.nbytes) == ("sub/config.json", 7)
-    assert file.copies[0].source.fqn == asset_name(asset)
-
-
 def test_names_of_assets_and_blobs_never_meet_those_of_tensors() -> None:
     names = {
         asset_name(Asset(file="x", nbytes=0)),
@@ -103,16 +80,6 @@ def test_names_of_assets_and_blobs_never_meet_those_of_tensors() -> None:
     }
     assert len(names) == 2
     assert all("\0" in name for name in names)
-
-
-def test_plan_of_an_incomplete_tensor_is_refused() -> None:
-    source = _source()
-    broken = TensorEntry(fqn="w", dtype=BY_NAME["F32"], shape=(4, 6), chunks=source.tensors[0].chunks[:1])
-    with pytest.raises(UnreadableError, match=r"rows 2\.\.4 of 4 have no chunk") as caught:
-        check_complete(broken)
-    assert caught.value.where == "a"
-    with pytest.raises(UnreadableError):
-        Plan(Checkpoint(root="", format="dcp", tensors=(broken,)), _columns(source), {})
 
 
 def test_plan_into_another_shape_is_refused() -> None:

@@ -46,39 +46,6 @@ def _names(checkpoint: Checkpoint) -> list[str]:
     return [entry.fqn for entry in checkpoint.tensors]
 
 
-@pytest.mark.parametrize(
-    ("include", "exclude", "kept"),
-    [
-        ((), (), ["a.w", "a.b.w", "c"]),
-        (("a.*",), (), ["a.w"]),
-        (("a.**",), (), ["a.w", "a.b.w"]),
-        (("**w", "c"), (), ["a.w", "a.b.w", "c"]),
-        ((), ("a.**",), ["c"]),
-        (("**",), ("{a.w,c}",), ["a.b.w"]),
-        (("c", "**w"), ("*.b.*",), ["a.w", "c"]),
-    ],
-)
-def test_select_keeps_what_the_globs_say(include, exclude, kept) -> None:
-    chosen = select(_checkpoint("a.w", "a.b.w", "c", blobs=("a.blob", "z")), include=include, exclude=exclude)
-    assert _names(chosen) == kept
-
-
-@pytest.mark.parametrize(
-    ("include", "exclude", "word"),
-    [
-        (("ghost",), (), "matches no tensor"),
-        (("a", "ghost.*"), (), "matches no tensor"),
-        ((), ("ghost",), "--exclude ghost matches no tensor; hint: the nearest names are "),
-        ((), ("**",), "--exclude leaves nothing"),
-        (("a",), ("a",), "--include and --exclude leave nothing"),
-        (("{a",), (), "counterpart"),
-    ],
-)
-def test_select_of_nothing_is_a_usage_error(include, exclude, word: str) -> None:
-    with pytest.raises(UsageError, match=word):
-        select(_checkpoint("a", "b"), include=include, exclude=exclude)
-
-
 def test_select_takes_blobs_too_and_any_name_that_is_shown() -> None:
     chosen = select(_checkpoint("a", blobs=("x.lr", "y")), include=["a", "x.*"])
     assert [blob.fqn for blob in chosen.blobs] == ["x.lr"]

@@ -80,8 +80,7 @@ class KeyConversion:
     refuses: str = "(?!)"
     """Regular expression of names, without a prefix, on which it raises."""
     others: Literal["raise", "keep", "leave"] = "keep"
-    """What it does with other paths: raise, keep them, which then are no module's, or leave them out. It raises on
-    other suffixes."""
+    """What it does with other paths: raise, keep them, then no module's, or leave them. It raises on other suffixes."""
     needs_blocks: bool = False
     """It raises where one of a block's modules has no adapter."""
     needs_alpha: bool = False
@@ -92,8 +91,7 @@ class KeyConversion:
     """Regular expression of native paths that not every model has: of all blocks or none."""
     together: tuple[str, ...] = ()
     """Parts of native paths: it raises where a file has some of them and not the others."""
-    encoders: tuple[str, ...] = ()
-    """What stands in front of the encoders' flattened paths, in their order."""
+    encoders: tuple[str, ...] = ()  # What stands in front of the encoders' flattened paths, in their order
     joins: str = "(?!)"
     """Regular expression of diffusers paths: it joins the three of which the group is equal, or raises."""
 
@@ -148,10 +146,8 @@ class Architecture:
     """What diffusers' pipeline converts, the first that applies; its own names are always read."""
     lokr: tuple[Spelling, ...] = ()  # Spellings in which diffusers loads LoKr; none where it does not
     invokeai: tuple[KeyConversion, ...] = ()
-    """What InvokeAI reads, the first that applies; none where it does not support the model.
-
-    Source: InvokeAI 6.14, backend/patches/lora_conversions, model_manager/configs/lora.py, layers/utils.py.
-    """
+    """What InvokeAI reads, the first that applies. Source: InvokeAI 6.14, patches/lora_conversions, configs/lora.py."""
+    tools: tuple[tuple[str, ...], ...] = ()  # Names by which ComfyUI recognises formats of tools, and converts all
     comfyui: ComfyUI | None = None  # None where ComfyUI does not support the model
     kohya: Kohya | None = None  # None where no tool that is known here reads kohya's names for it
     model_spec: str = ""  # Value of modelspec.architecture; "" where none is known
@@ -178,12 +174,10 @@ class Architecture:
         ]
         made = {"comfyui": ComfyUI, "kohya": Kohya}
         fields |= {key: kind(**fields[key]) for key, kind in made.items() if key in fields}
-        for key, others in (("conversions", {}), ("invokeai", {"suffixes": _LYCORIS, "others": "leave"})):
-            fields[key] = tuple(KeyConversion(**{**others, **each}) for each in fields.pop(key, ()))
+        fields |= {
+            key: tuple(KeyConversion(**each) for each in fields.pop(key, ())) for key in ("conversions", "invokeai")
+        }
         return cls(name=name, parts=(main, *encoders), **fields)
-
-
-_LYCORIS = r"lora_(?:up|down|mid)\.weight|alpha|dora_scale|hada_\w+|lokr_\w+|diff|w_norm|b_norm"
 
 
 def frozen(value: object) -> object:

@@ -57,7 +57,7 @@ def to_gguf(adapter: Adapter[Array], base: BaseModel | None) -> Written:
     import numpy as np
 
     modules = list(_pairs(adapter, base, "llama.cpp", takes_dora=False))
-    alpha = float(np.float32(_most_common(_scale(module) * _rank(module) for module in modules)))
+    alpha = float(np.float32(_most_common(family_of(each).scale(each) * _rank(each) for each in modules)))
     fitting, tensors = Fitting(), {}
     weights = (f"{module.path}.weight" for module in modules)
     places = {hub: (name, steps) for hub, name, steps in names_of(weights, base.config)}
@@ -83,7 +83,7 @@ def to_mlx(adapter: Adapter[Array], base: BaseModel | None) -> Written:
     modules = list(_pairs(adapter, base, "mlx-lm", takes_dora=True))
     if 0 < sum(module.is_dora for module in modules) < len(modules):
         raise refuse(modules[0], "mlx-lm has DoRA for all modules or for none", MERGE_HINT)
-    scale, rank = _most_common(map(_scale, modules)), max(map(_rank, modules))
+    scale, rank = _most_common(family_of(each).scale(each) for each in modules), max(map(_rank, modules))
     fitting, tensors = Fitting(), {}
     for module in modules:
         down, up = _baked(fitting, module, scale)
@@ -114,16 +114,12 @@ def to_mlx(adapter: Adapter[Array], base: BaseModel | None) -> Written:
     return replace(written, documents={ADAPTER_CONFIG: json.dumps(config, indent=2).encode()})
 
 
-def _scale(module: Module) -> float:
-    return family_of(module).scale(module)
-
-
 def _rank(module: Module) -> int:
     rank: int = module.factors["A"].shape[0]
     return rank
 
 
-def _most_common(values: Iterator[float] | map[float]) -> float:
+def _most_common(values: Iterator[float]) -> float:
     return Counter(value for value in values if value).most_common(1)[0][0]
 
 

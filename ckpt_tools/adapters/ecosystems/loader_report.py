@@ -15,8 +15,7 @@ from ckpt_tools.checkpoint.entries import Finding, Severity, TensorEntry
 Loader = Literal["peft", "diffusers", "comfyui", "kohya", "invokeai", "vllm", "sglang", "llama.cpp", "mlx"]
 APART: Mapping[str, str] = {"llama.cpp": "gguf", "mlx": "mlx"}
 """Loaders that read files of one format, which no other loader reads → what the format is called."""
-EXPORTS: Mapping[str, str] = {**APART, "vllm": "peft", "sglang": "peft", "invokeai": "kohya"}
-"""Loader without a target of its own name → target of the export for it."""
+EXPORTS: Mapping[str, str] = {**APART, "vllm": "peft", "sglang": "peft", "invokeai": "kohya"}  # Loader → target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

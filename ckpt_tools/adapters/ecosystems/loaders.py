@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
+from ckpt_tools.adapters.adapter import Shape
 from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.adapters.architectures.architecture import Architecture, ComfyUI, ModelPart, Spelling
 from ckpt_tools.adapters.architectures.names import find, find_as
@@ -37,18 +39,10 @@ _WRONG = {
 
 def load_in_comfyui(file: AdapterFile, loading: Loading) -> None:
     """Apply ComfyUI's rules."""
-    if file.architecture is None:
-        what = "ComfyUI's map depends on the model family, which ckpt does not know"
-        loading.unchecked(file.file, what, "name the model family with --architecture")
+    architecture = _family_of(file, "comfyui", "ComfyUI", loading)
+    if architecture is None:
         return
-    if file.architecture == "llm":
-        loading.ignored |= dict.fromkeys(file.tensors, "ComfyUI patches image models")
-        return
-    architecture = ARCHITECTURES[file.architecture]
-    if architecture.comfyui is None:
-        loading.ignored |= dict.fromkeys(file.tensors, f"ComfyUI does not support {architecture.title}")
-        return
-    if any(marks <= file.tensors.keys() for marks in _OF_TOOLS):
+    if any({*marks} <= file.tensors.keys() for marks in architecture.tools):
         for name in file.tensors:
             loading.use(name, name.partition(".lora_")[0].partition(".processor")[0])
         return
@@ -65,12 +59,14 @@ def load_in_comfyui(file: AdapterFile, loading: Loading) -> None:
     _drop_bare_alphas(loading)
 
 
-_OF_TOOLS = (
-    {"img_in.lora_A.weight", "single_blocks.0.norm.key_norm.scale"},
-    {"single_blocks.37.processor.qkv_lora.up.weight", "double_blocks.18.processor.qkv_lora2.up.weight"},
-)
-"""Names by which it recognises BFL's control LoRAs and USO's of X-Labs' names, and converts all.
-Source: ComfyUI, comfy/lora_convert.py."""
+def _family_of(file: AdapterFile, field: str, who: str, loading: Loading) -> Architecture | None:
+    """Return the model family if a loader supports it."""
+    family = ARCHITECTURES.get(file.architecture or "")
+    if family is not None and getattr(family, field):
+        return family
+    title = "language models" if family is None else family.title
+    loading.ignored |= dict.fromkeys(file.tensors, f"{who} does not support {title}")
+    return None
 
 
 def _say_misread(name: str, module: str, suffix: str | None, file: AdapterFile, loading: Loading) -> None:
@@ -78,20 +74,15 @@ def _say_misread(name: str, module: str, suffix: str | None, file: AdapterFile, 
 
     Source: comfy/weight_adapter/base.py (`weight_decompose`), oft.py.
     """
-    hint = "merge it into the base: ckpt merge-lora BASE ADAPTER DST"
-    shape = file.tensors[name].shape
+    shape, what = file.tensors[name].shape, ""
     if suffix == "dora_scale" and len(shape) > 1 and shape[0] > 1 and file.metadata.get(DORA_SCALE) != BASE_NORM:
-        what = (
-            "ComfyUI divides a DoRA of the output axis by ‖W‖ instead of ‖W + ΔW‖ (ComfyUI PR #15458): the effect "
-            "differs"
-        )
-        loading.misreads(module, what, hint)
+        what = "divides a DoRA of the output axis by ‖W‖ instead of ‖W + ΔW‖ (ComfyUI PR #15458)"
     elif suffix == "oft_blocks" and any(m.path == module and m.alpha and m.alpha.value for m in file.modules):
-        what = "ComfyUI uses alpha as the constraint itself, LyCORIS alpha times the outputs: the rotation differs"
-        loading.misreads(module, what, hint)
+        what = "uses alpha as the constraint itself, LyCORIS alpha times the outputs"
     elif suffix == "rescale":
-        what = "ComfyUI reads rescale but does not use it: the effect differs"
-        loading.misreads(module, what, hint)
+        what = "reads rescale but does not use it"
+    if what:
+        loading.misreads(module, f"ComfyUI {what}: the effect differs", MERGE_HINT)
 
 
 def _drop_bare_alphas(loading: Loading) -> None:
@@ -148,47 +139,36 @@ def _encoder(name: str, part: ModelPart) -> str | None:
     return None
 
 
-# InvokeAI, whose formats the families' tables have.
-#
-# Source: InvokeAI 6.14, backend/model_manager/load/model_loaders/lora.py, backend/patches/layers/dora_layer.py,
-# layer_patcher.py, lora_conversions/flux_xlabs_lora_conversion_utils.py.
-
-_XLABS = re.compile(r"double_blocks\.\d+\.processor\.(?:qkv|proj)_lora[12]\.(?:down|up)\.weight")
+# InvokeAI, whose formats the families' tables have. Source: InvokeAI 6.14, backend/patches/layer_patcher.py, layers;
+# backend/model_manager/load/model_loaders/lora.py.
 
 
 def load_in_invokeai(file: AdapterFile, loading: Loading) -> None:
     """Apply InvokeAI's rules; raise RejectedError where it raises, or does not recognise the file."""
-    family = None if file.architecture == "llm" else ARCHITECTURES.get(file.architecture or "")
-    if file.architecture is None or any(name.endswith(".norm.key_norm.scale") for name in file.tensors):
-        what = "the model family is not known" if file.architecture is None else "control LoRAs are not simulated"
-        loading.unchecked(file.file, what, "name the model family with --architecture")
+    family, names = _family_of(file, "invokeai", "InvokeAI", loading), {name: name for name in file.tensors}
+    if family is None:
         return
-    if family is None or not family.invokeai:
-        raise RejectedError(f"it has no LoRA for {'language models' if family is None else family.title}")
-    names = {name: name for name in file.tensors}
-    if family.name == "flux1" and all(map(_XLABS.fullmatch, names)):
-        loading.used |= {name: (name.partition(".processor")[0],) for name in names}
+    if any(".processor." in name or name.endswith("_norm.scale") for name in names):
+        loading.unchecked(file.file, "X-Labs' names and control LoRAs are not simulated for InvokeAI")
         return
     conversion = next((each for each in family.invokeai if each.applies(names)), None)
     if conversion is None:
         raise RejectedError("it recognises none of its formats by these names")
-    for part, prefix in zip(family.parts[1:], conversion.encoders, strict=False):
-        for name in [name for name in names if name.startswith(prefix)]:
-            place = next(find(cut(names.pop(name))[0].removeprefix(prefix), part), None)
-            loading.used |= {name: (f"{part.component}.{place.native}",)} if place is not None else {}
-    needs = conversion.needs if len(names) == len(file.tensors) else ""  # encoders tell the family as well
-    keys = convert(replace(conversion, needs=needs), names, family.main)
+    for name in [name for name in names if name.startswith(conversion.encoders)]:
+        conversion = replace(conversion, needs="")  # encoders tell the family as well
+        if (module := _module(cut(names.pop(name))[0], family, is_old=False)) is not None:
+            loading.use(name, module)
+    keys = convert(conversion, names, family.main)
     for key, name in keys.items():
         if not key.startswith("\0"):
             loading.use(name, cut(key)[0])
         if name.endswith(".dora_scale") and file.tensors[name].shape[0] > 1:
             what = "InvokeAI divides a DoRA by the norms of the columns: the effect of one by rows differs"
             loading.misreads(name, what, MERGE_HINT)
-    alphas = {name: (key[1:],) for key, name in keys.items() if key[1:] in loading.modules}
+    loading.used |= {name: (key[1:],) for key, name in keys.items() if key[1:] in loading.modules}
     joined = Counter(hit[1] for path in loading.modules if (hit := re.fullmatch(conversion.joins, path)))
     if any(count < 3 for count in joined.values()):
         raise RejectedError(f"it joins q, k and v, and finds not all of {min(joined, key=joined.__getitem__)}")
-    loading.used |= alphas
 
 
 # kohya's trainers, when they load network weights, with LyCORIS beside sd-scripts.
@@ -206,14 +186,8 @@ _WITHOUT_ALPHA = {"diff", "diff_b"}
 
 def load_in_kohya(file: AdapterFile, loading: Loading) -> None:
     """Apply kohya's rules."""
-    if file.architecture is None:
-        loading.unchecked(file.file, "the model family is not known", "name the model family with --architecture")
-        return
-    architecture = None if file.architecture == "llm" else ARCHITECTURES[file.architecture]
-    kohya = None if architecture is None else architecture.kohya
-    if architecture is None or kohya is None:
-        what = "language models" if architecture is None else architecture.title
-        loading.ignored |= dict.fromkeys(file.tensors, f"kohya's sd-scripts and musubi-tuner have no {what}")
+    architecture = _family_of(file, "kohya", "kohya (sd-scripts, musubi-tuner)", loading)
+    if architecture is None or (kohya := architecture.kohya) is None:
         return
     needs_lycoris = False
     outside: list[str] = []
@@ -267,8 +241,7 @@ _EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "word_embeddings")
 _INNER = ".base_layer"
 _EXPERTS = (".experts", f".experts{_INNER}")
 _HEADS = ("classifier", "score")  # What modules_to_save may name: the head of a classification model
-_HARMLESS_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
-"""Initialisations that it does not refuse; lora_ga changes the base all the same."""
+_HARMLESS_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")  # lora_ga changes the base all the same
 
 
 def load_in_vllm(file: AdapterFile, loading: Loading) -> None:
@@ -338,9 +311,9 @@ def _served_config(file: AdapterFile) -> Mapping[str, object]:
         raise RejectedError(f"adapter_config.json has no {', '.join(missing)}")
     if config.get("peft_type") != "LORA":
         raise RejectedError(f"peft_type is {config.get('peft_type')!r}, but it supports only LORA")
-    for field in ("r", "lora_alpha"):
-        if isinstance(config[field], bool) or not isinstance(config[field], int | float):
-            raise RejectedError(f"{field} must be a number, got {config[field]!r}")
+    alpha = config["lora_alpha"]
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+        raise RejectedError(f"lora_alpha must be a number, got {alpha!r}")
     return config
 
 
@@ -382,16 +355,12 @@ def _check_experts(loading: Loading) -> None:
 
 def _check_rank(file: AdapterFile, config: Mapping[str, object], loading: Loading) -> None:
     pattern = config.get("rank_pattern")
-    ranks = [config.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())]
-    for each in ranks:
+    heads = [head for name, head in file.tensors.items() if name.endswith("lora_A.weight") and head.shape]
+    rank = max((head.shape[0] for head in heads), default=1)
+    for each in (config.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())):
         if not isinstance(each, int) or isinstance(each, bool) or each < 1:
             raise RejectedError(f"a rank is {each!r}, not a positive integer")
-    rank = max(each for each in ranks if isinstance(each, int))
-    largest = max(
-        (head.shape[0] for name, head in file.tensors.items() if name.endswith("lora_A.weight") and head.shape),
-        default=rank,
-    )
-    rank = max(rank, largest)
+        rank = max(rank, each)
     if rank > _RANKS[-1]:
         raise RejectedError(f"its rank is {rank}, the maximum is {_RANKS[-1]}")
     if rank > _DEFAULT_RANK:
@@ -402,12 +371,9 @@ def _check_rank(file: AdapterFile, config: Mapping[str, object], loading: Loadin
 
 # SGLang (`--enable-lora`), with an adapter of PEFT: it knows a module by its layer's number and its last name.
 #
-# Source: sglang 0.5.23, srt/lora/lora_config.py, lora.py (`_process_weight`, `normalize_…`), lora_manager.py
-# (`validate_new_adapter`, `init_lora_modules`), mem_pool.py (`load_lora_weight_to_buffer`), utils.py.
+# Source: sglang 0.5.23, srt/lora/lora_config.py, lora.py, lora_manager.py, mem_pool.py, utils.py.
 
 _IN_LAYER = re.compile(r"(?P<root>.*?)layers\.(?P<number>\d+)\.(?P<parent>.*?)(?P<leaf>[^.]+)")
-_TOWER = re.compile("visual|vision|audio")
-_FACTORS = {"A.weight": 0, "A.default.weight": 0, "B.weight": 1, "B.default.weight": 1}  # End → dim of the rank
 
 
 def load_in_sglang(file: AdapterFile, loading: Loading) -> None:
@@ -419,72 +385,64 @@ def load_in_sglang(file: AdapterFile, loading: Loading) -> None:
     if config.get("use_dora"):
         raise RejectedError("it does not support DoRA")
     loading.say_scale("lora_alpha", config["lora_alpha"])
-    targets = _sglang_targets(config["target_modules"])
     if file.siblings:
         loading.needs(file.siblings[0], "SGLang loads all safetensors files of the directory together")
-    modules = None if file.base is None else {_place_in_layer(path) for path in parents_of(file.base)}
-    if modules is None:
+    if file.base is None:
         loading.needs_base(file.file, "SGLang skips modules that the model does not have: give --base")
-    leaves: dict[tuple[str, str], set[str]] = {}
-    seen: dict[tuple[str, str] | None, str] = {}
-    for name, head in file.tensors.items():
+    targets = _sglang_targets(config["target_modules"])
+    leaves: dict[tuple[str | Any, ...], set[str]] = defaultdict(set)
+    for name in file.tensors:
         path, _, end = name.partition(".lora_")
         hit = _IN_LAYER.fullmatch(path)
-        if hit is None:
-            _load_outside_layers(name, targets, file, loading)
-            continue
-        if end not in _FACTORS:
-            raise RejectedError(f"it takes {name} for a lora_B.weight")
-        fused = MODEL_TYPES["sglang_fused"].get(hit["leaf"], hit["leaf"])
-        if fused not in targets:
-            raise RejectedError(f"{name} matches none of its target modules, {', '.join(sorted(targets))}")
-        if len(head.shape) != 2 or head.shape[_FACTORS[end]] != config["r"]:
-            raise RejectedError(f"{name} has the shape {list(head.shape)}, and the one rank is {config['r']!r:.20}")
-        if fused not in MODEL_TYPES["sglang_modules"] or ".experts." in path:
-            loading.unchecked(name, f"whether SGLang's class of the model takes {hit['leaf']} is not known to ckpt")
-        place = _place_in_layer(path)
-        if modules is not None and place not in modules:
-            loading.ignored[name] = "the base model has no such module"
-            continue
-        loading.use(name, path.removeprefix(ROOT))
-        leaves.setdefault((hit["number"], hit["parent"]), set()).add(hit["leaf"])
-        if _TOWER.search(hit["root"]) or seen.setdefault(place, path) != path:
-            what = "SGLang knows a module by its layer and last name, and gives this one's change to another"
-            loading.misreads(path, what, "merge it into the base: ckpt merge-lora BASE ADAPTER DST")
+        if hit is not None:
+            _check_factor(name, hit["leaf"], end, targets, file.tensors[name].shape, config["r"], loading)
+            leaves[hit.group("number", "parent")].add(hit["leaf"])
+        elif name.endswith(_FROZEN):
+            _leave_frozen(name, "SGLang", file, loading)
+        elif end and path.rpartition(".")[2] in targets & {"embed_tokens", "lm_head"}:
+            loading.use(name, path.removeprefix(ROOT))
+        else:
+            loading.ignored[name] = "outside the layers SGLang loads targeted embed_tokens and lm_head alone"
     for (number, _), found in leaves.items():
-        _check_joined(number, found)
+        if lacking := {each for leaf in found for each in MODEL_TYPES["sglang_needs"].get(leaf, ())} - found:
+            raise RejectedError(f"layer {number} adapts {', '.join(sorted(found))} without {min(lacking)}")
+    _compare_places(file, loading)
     _say_variants(config, "SGLang", loading)
 
 
-def _sglang_targets(given: object) -> Collection[str]:
+def _sglang_targets(given: object) -> set[str]:
     """Return the modules that it makes room for, as it fuses them."""
     if given in ("all", "all-linear"):
-        return frozenset(MODEL_TYPES["sglang_modules"])
+        return {*MODEL_TYPES["sglang_modules"]}
     if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
         raise RejectedError(f"target_modules is {given!r:.60}, and it takes a list of names")
-    ends = [each.rpartition(".")[2] for each in given]  # w1 to w3 it renames in the file, and not here
+    ends = {each.rpartition(".")[2] for each in given}  # w1 to w3 it renames in the file, and not here
     return {end if re.fullmatch("w[123]", end) else MODEL_TYPES["sglang_fused"].get(end, end) for end in ends}
 
 
-def _place_in_layer(path: str) -> tuple[str, str] | None:
-    hit = _IN_LAYER.fullmatch(path)
-    return None if hit is None else (hit["number"], hit["leaf"])
+def _check_factor(name: str, leaf: str, end: str, targets: set[str], shape: Shape, rank: object, to: Loading) -> None:
+    fused = MODEL_TYPES["sglang_fused"].get(leaf, leaf)
+    if not re.fullmatch(r"[AB]\.(default\.)?weight", end):
+        raise RejectedError(f"it takes {name} for a lora_B.weight")
+    if fused not in targets:
+        raise RejectedError(f"{name} matches none of its target modules, {', '.join(sorted(targets))}")
+    if len(shape) != 2 or shape[end[0] == "B"] != rank:
+        raise RejectedError(f"{name} has the shape {list(shape)}, and the one rank is {rank!r:.20}")
+    if fused not in MODEL_TYPES["sglang_modules"] or ".experts." in name:
+        to.unchecked(name, f"whether SGLang's class of the model takes {leaf} is not known to ckpt")
+    to.use(name, name.partition(".lora_")[0].removeprefix(ROOT))
 
 
-def _load_outside_layers(name: str, targets: Collection[str], file: AdapterFile, loading: Loading) -> None:
-    path, _, end = name.partition(".lora_")
-    module = next((each for each in ("embed_tokens", "lm_head") if each in path), "")
-    if name.endswith(_FROZEN):
-        _leave_frozen(name, "SGLang", file, loading)
-    elif module in targets and end:
-        loading.use(name, path.removeprefix(ROOT))
-    else:
-        loading.ignored[name] = "outside the layers SGLang loads embed_tokens and lm_head alone, if they are targets"
-
-
-def _check_joined(number: str, leaves: Collection[str]) -> None:
-    """Raise where it joins a module's factors with those of another that has none."""
-    lacking = {"q_proj", "v_proj"} - {*leaves} if {"q_proj", "k_proj", "v_proj"} & {*leaves} else set()
-    lacking |= {"gate_proj"} - {*leaves} if "up_proj" in leaves else set()
-    if lacking:
-        raise RejectedError(f"layer {number} adapts {', '.join(sorted(leaves))} without {min(lacking)}")
+def _compare_places(file: AdapterFile, loading: Loading) -> None:
+    """Leave out what no layer of the base has, and say whose change goes to another module."""
+    hits = {path: hit.group("number", "leaf") for path in loading.modules if (hit := _IN_LAYER.fullmatch(path))}
+    counts = Counter(hits.values())
+    own = {hit.group("number", "leaf") for hit in map(_IN_LAYER.fullmatch, parents_of(file.base or ())) if hit}
+    for name, (path, *_) in [*loading.used.items()]:
+        if path in hits and file.base is not None and hits[path] not in own:
+            del loading.used[name]
+            loading.ignored[name] = "the base model has no such module"
+    for path, place in hits.items():
+        if counts[place] > 1 or re.search("visual|vision|audio", path):
+            what = "SGLang knows a module by its layer and last name, and gives this one's change to another"
+            loading.misreads(path, what, MERGE_HINT)

@@ -236,7 +236,8 @@ def _file_view(source: Source, name: str, size: int) -> Stretch:
 
 
 def _is_pickle(head: bytes) -> bool:
-    return head[:1] == b"\x80" and head[1:2] <= b"\x05"
+    # No opcode is NUL: so goes on the length before a safetensors header of 640, 896, 1,152 or 1,408 bytes.
+    return head[:1] == b"\x80" and head[1:2] <= b"\x05" and head[2:3] != b"\0"
 
 
 class _Scanner:

@@ -72,7 +72,7 @@ def _number(case: Subject, text: str) -> float | None:
     """Return a number, or that of an option."""
     with suppress(ValueError):
         return float(text)
-    found = case.option(*text.split("/"))
+    found = option_in(case, tuple(text.split("/")))
     return None if found is None else found.number
 
 
@@ -238,12 +238,19 @@ TABLE_RULES = tuple(
 
 
 def _violation(case: Subject, row: Mapping[str, str]) -> Violation:
-    """Make the violation of a row: its first option that is there is named, and shown with its value."""
-    names = [options_of(one) for one in row["conditions"].split()]
+    """Make the violation of a row: its first option that is there is named, or the first one where that must be set."""
+    first, *_ = conditions = row["conditions"].split()
+    names = [options_of(one) for one in conditions]
     there = [found for found in (option_in(case, one) for one in names) if found is not None and found.key]
-    key = there[0].key if there else case.key(names[0][0][1:]) if names[0][0][0] == "@" else names[0][0]
+    key = there[0].key if there and not first.endswith("!") else _missing_key(case, names[0][0])
     values = ", ".join(dict.fromkeys(f"{one.key}: {_brief(one)}" for one in there))
     return Violation(key, f"{row['what']} ({values})" if values else row["what"], row["fix"].replace("{key}", key))
+
+
+def _missing_key(case: Subject, name: str) -> str:
+    """Return how the file would write an option that it does not have."""
+    option = name.partition("fsdp_config.fsdp_")[2]
+    return case.fsdp_key(option) if option else case.key(name[1:]) if name[0] == "@" else name
 
 
 def _brief(found: Stated) -> str:

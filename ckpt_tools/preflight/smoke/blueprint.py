@@ -14,7 +14,7 @@ from torch import nn
 from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.checkpoint.globs import find_named
 from ckpt_tools.checkpoint.transform import strip_wrappers
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.fsdp2 import LoadReport, add_lora, load_base, load_checkpoint, load_quantised, quantise_linears
 from ckpt_tools.fsdp2.lora import base_name, linear_layers
 from ckpt_tools.fsdp2.names import match_names, shapes_of
@@ -22,6 +22,7 @@ from ckpt_tools.fsdp2.ties import tied_groups
 from ckpt_tools.models.recipe import Recipe
 from ckpt_tools.models.replace_parameters import replace_parameters
 from ckpt_tools.preflight.smoke.setting import SmokeSetting
+from ckpt_tools.text import first_few
 from ckpt_tools.units import format_size
 
 _RANDOM = {"init_weights": False}
@@ -38,7 +39,7 @@ _ADAPTERS: Mapping[str, Mapping[str, object]] = {
 """Kind → PEFT's configuration."""
 SEED = 0  # Of weights that are drawn: all of them, or a head that the checkpoint lacks
 _BUDGET = 0.7  # Part of the free memory, and of the free disk, that a run may take
-_STATES = 4  # Parameters, gradients, and two moments of AdamW
+STATES = 4  # Parameters, gradients, and two moments of AdamW
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,16 +49,16 @@ class Blueprint:
     setting: SmokeSetting
     recipe: Recipe  # The setting's, perhaps with fewer layers
     source: str  # Checkpoint of the base model
+    on_cpu: bool  # Build there: meta cannot
 
     def build_base(self) -> nn.Module:
-        """Return the base model on meta, its parameters in the dtypes of the checkpoint."""
-        with torch.device("meta"):
-            model = self.recipe.build()
+        """Return the base model, its parameters in the dtypes of the checkpoint; on meta where that can be."""
+        model = build_on("cpu" if self.on_cpu else "meta", self.recipe)
         adopt_dtypes(model, self.source)
         return model
 
     def build(self) -> nn.Module:
-        """Return the model to shard: on meta but for its adapters."""
+        """Return the model to shard: usually on meta but for its adapters."""
         model = self.build_base()
         return self.adapted(model)
 
@@ -99,6 +100,43 @@ class Blueprint:
         if not self.setting.options.lora:
             return strip_wrappers(fqn)
         return base_name(fqn)
+
+
+def build_on(device: str, recipe: Recipe) -> nn.Module:
+    """Build the model on a device, on the CPU with the same random numbers on every rank."""
+    with torch.random.fork_rng(devices=()), torch.device(device):
+        torch.manual_seed(SEED)
+        return recipe.build()
+
+
+def build_anyhow(recipe: Recipe, build: str) -> tuple[nn.Module, str]:
+    """Build the model on meta or, where `build` says so or lets it and meta cannot, on the CPU; return why, too."""
+    if build == "cpu":
+        return build_on("cpu", recipe), "--build cpu"
+    try:
+        return build_on("meta", recipe), ""
+    except CkptError:
+        raise
+    except Exception as error:  # whatever its __init__ does
+        what = f"on the meta device it raises {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        if build != "auto":
+            hint = "use --build cpu, or leave it out"
+            raise UsageError(f"cannot be built: {what}", where="--build meta", hint=hint) from error
+        return build_on("cpu", recipe), what
+
+
+def other_tensors(model: nn.Module, blueprint: Blueprint) -> str:
+    """Say what a model on meta lacks that it has on the CPU, "" for nothing.
+
+    Orthogonal parametrizations leave out a buffer there without a word: it is left over in the checkpoint.
+    """
+    shapes = shapes_of({strip_wrappers(name): t for name, t in model.state_dict(keep_vars=True).items()})
+    with open_path(blueprint.source, as_part=True) as opened:
+        if not match_names(opened.checkpoint, model, shapes, "auto").left:
+            return ""
+    wanted = {strip_wrappers(name) for name in build_on("cpu", blueprint.recipe).state_dict()}
+    other = sorted(wanted ^ shapes.keys())
+    return f"on the meta device it has other tensors: {first_few(other)}" if other else ""
 
 
 def adopt_dtypes(model: nn.Module, source: str) -> None:
@@ -143,6 +181,7 @@ class Fit:
     num_layers: int | None  # Depth to cut to; None leaves it as it is
     has_reference: bool
     notes: tuple[str, ...]
+    why_cpu: str  # Why it is built there; "" on meta
 
 
 def find_fit(setting: SmokeSetting, *, num_copies: int, is_local: bool, free_bytes: int, workdir: str) -> Fit:
@@ -153,34 +192,35 @@ def find_fit(setting: SmokeSetting, *, num_copies: int, is_local: bool, free_byt
     dp = 1 if policy == "no_shard" else max(1, setting.mesh.size("dp_shard"))
     if not is_local:
         sharded = 1 / dp
-    states = 1.1 if setting.options.lora else _STATES
+    states = 1.1 if setting.options.lora else STATES
+    bare, why_cpu = build_anyhow(setting.recipe, setting.options.build)
+    full = _sum_bytes(bare)
+    whole = setting.mesh.world_size if why_cpu and is_local else 0
     # Twice for the second model of the reload; gathered layers and activations are in the margin.
-    per_byte = sharded * (states + 1) + states + 0.5
+    per_byte = sharded * (states + 1) + states + 0.5 + whole
     budget = _BUDGET * free_bytes / per_byte
     disk = shutil.disk_usage(workdir).free
     budget = min(budget, _BUDGET * disk / (states - 1 if states > 2 else states))
-    full = _nbytes(setting.recipe)
     if full <= budget:
-        return Fit(num_layers=None, has_reference=True, notes=())
+        return Fit(num_layers=None, has_reference=True, notes=(), why_cpu=why_cpu)
     depth = setting.recipe.num_layers
     free = f"{format_size(free_bytes)} of memory and {format_size(disk)} of disk are available"
     one = setting.recipe.shallower(1)
     two = setting.recipe.shallower(2)
     if depth is not None and one is not None and two is not None:
         try:
-            least, per_layer = _nbytes(one), _nbytes(two) - _nbytes(one)
+            least, next_one = (_sum_bytes(build_anyhow(each, setting.options.build)[0]) for each in (one, two))
+            per_layer = next_one - least
         except UsageError as error:  # the class wants all its layers
             note = f"{free}: not enough for a reference, and the model cannot be built with fewer layers: {error.what}"
-            return Fit(num_layers=None, has_reference=False, notes=(note,))
+            return Fit(num_layers=None, has_reference=False, notes=(note,), why_cpu=why_cpu)
         if least <= budget and per_layer > 0:
             num_layers = min(depth - 1, 1 + math.floor((budget - least) / per_layer))
             note = f"{free}: the model ({format_size(full)}) is tested with {num_layers} of its {depth} layers"
-            return Fit(num_layers=num_layers, has_reference=True, notes=(note,))
+            return Fit(num_layers=num_layers, has_reference=True, notes=(note,), why_cpu=why_cpu)
     note = f"{free}: not enough for a reference beside the model ({format_size(full)}); losses are not compared"
-    return Fit(num_layers=None, has_reference=False, notes=(note,))
+    return Fit(num_layers=None, has_reference=False, notes=(note,), why_cpu=why_cpu)
 
 
-def _nbytes(recipe: Recipe) -> int:
-    with torch.device("meta"):
-        model = recipe.build()
+def _sum_bytes(model: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())

@@ -14,12 +14,24 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ckpt_tools.checkpoint.dtypes import BY_TORCH_NAME
-from ckpt_tools.checkpoint.entries import Finding
+from ckpt_tools.checkpoint.entries import Finding, TensorEntry
 from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.checkpoint.layout import Box, Mesh, Placement, Shard, cut_tensor
 from ckpt_tools.checkpoint.names.foreign import NameOrigin
 from ckpt_tools.checkpoint.transform import find_model, strip_wrappers
-from ckpt_tools.checks.values import NOT_FINITE, Strange, may_be_infinite, place_of, report_strange
+from ckpt_tools.checks.values import (
+    ALL_ZERO,
+    CONSTANT,
+    CONSTANT_HINT,
+    NOT_FINITE,
+    ZERO_HINT,
+    Strange,
+    is_weight,
+    may_be_infinite,
+    place_of,
+    report_strange,
+    zero_weights,
+)
 from ckpt_tools.fsdp2.collective import gather
 from ckpt_tools.fsdp2.internals import local_of
 from ckpt_tools.fsdp2.load import targets_of
@@ -313,6 +325,42 @@ def strange_weights(model: nn.Module) -> list[Finding]:
     return list(
         report_strange(found.values(), hint="the checkpoint contains them: `ckpt verify --level values` lists all")
     )
+
+
+def constant_weights(model: nn.Module) -> dict[str, float]:
+    """Return the parameters of which every element is one number, and that number. Collective."""
+    mine: dict[str, tuple[float, ...]] = {}
+    for fqn, parameter in model.named_parameters():
+        local = local_of(parameter.detach())
+        is_float = local.is_floating_point() and local.dtype.itemsize > 1
+        ends = torch.aminmax(local) if local.numel() and is_float else ()
+        if len(values := {float(end) for end in ends}) < 2:
+            mine[strip_wrappers(fqn)] = tuple(values)
+    first, *others = gather(mine)
+    every = {fqn: {*first[fqn], *(value for each in others for value in each.get(fqn, ()))} for fqn in first}
+    return {
+        fqn: values.pop() for fqn, values in every.items() if len(values) == 1 and all(fqn in each for each in others)
+    }
+
+
+def unlearned_weights(model: nn.Module, blueprint: Blueprint, constant: Mapping[str, float]) -> Iterator[Finding]:
+    """Yield the checkpoint's weights that are zero or constant and, as `verify` and `stats` judge, should not be."""
+    tensors = {fqn: tensor for fqn, tensor in model.named_parameters() if blueprint.base_name(fqn) is not None}
+    entries = [
+        TensorEntry(fqn=strip_wrappers(fqn), dtype=dtype, shape=tuple(tensor.shape), chunks=())
+        for fqn, tensor in tensors.items()
+        if (dtype := BY_TORCH_NAME.get(str(tensor.dtype).removeprefix("torch."))) is not None
+    ]
+    sizes = {entry.fqn: entry.num_elems for entry in entries}
+    counts = {fqn: Counts(num_elems=n, num_zero=n * (constant.get(fqn) == 0)) for fqn, n in sizes.items()}
+    with open_path(blueprint.source, as_part=True) as opened:
+        zero = [*zero_weights(opened, entries, counts)]
+    for entry in zero:
+        yield Finding.warning(ALL_ZERO, entry.fqn, f"all {entry.num_elems} elements are 0", ZERO_HINT)
+    for entry in entries:
+        if (value := constant.get(entry.fqn)) and len(entry.shape) > 1 and is_weight(entry):
+            what = f"all {entry.num_elems} elements are {value:g}"
+            yield Finding.warning(CONSTANT, entry.fqn, what, CONSTANT_HINT)
 
 
 def _strange(model: nn.Module) -> Iterator[Strange]:

@@ -26,6 +26,9 @@ class SavedWorld:
     num_layers: int | None  # Depth that the model was cut to; None for its own
     tp: int  # Size of the axis: worlds of the same add partial sums in the same order
     loss_at: str | None  # Where the loss is in what forward returns
+    on_cpu: bool  # The model is built there
+    needs_gradients: bool  # Forward takes some itself
+    talks: bool  # Forward communicates: its loss depends on the number of ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from ckpt_tools.options.smoke import ADAPTERS, SmokeFields
 from ckpt_tools.units import parse_size
 
 DEVICES = ("auto", "cpu", "cuda")
+BUILDS = ("auto", "meta", "cpu")
 AXES = ("dp_replicate", "dp_shard", "tp")
 DTYPES = ("keep", "bf16", "f16", "f32")  # Names of dtypes; "keep" is that of the parameters
 QUANTIZATIONS = ("nf4",)
@@ -25,6 +26,7 @@ class SmokeOptions(SmokeFields):
 
     def __post_init__(self) -> None:
         refuse_other(self.device, DEVICES, "a device", "--device")
+        refuse_other(self.build, BUILDS, "a place to build", "--build")
         refuse_other(self.param_dtype, DTYPES, "a dtype", "--param-dtype")
         refuse_other(self.reduce_dtype, DTYPES, "a dtype", "--reduce-dtype")
         if self.nproc is not None and self.nproc < 1:

@@ -6,7 +6,7 @@ import math
 import os
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -15,17 +15,19 @@ from torch import nn
 
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checkpoint.names import group_names, origins_of
+from ckpt_tools.checkpoint.transform import strip_wrappers
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2 import LoadReport, clip_grad_norm, load_optimizer, save_checkpoint, shard_model
 from ckpt_tools.fsdp2.audit import audit
 from ckpt_tools.fsdp2.collective import from_rank0, gather, share
 from ckpt_tools.fsdp2.compare_ranks import compare_ranks
+from ckpt_tools.fsdp2.internals import alone
 from ckpt_tools.fsdp2.mesh import TP_AXIS
 from ckpt_tools.fsdp2.watch import watch
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.models.recipe import Batch, call, find_loss, loss_of
 from ckpt_tools.preflight.smoke import blueprint as blueprints, checks, rng
-from ckpt_tools.preflight.smoke.blueprint import Blueprint
+from ckpt_tools.preflight.smoke.blueprint import Blueprint, other_tensors
 from ckpt_tools.preflight.smoke.checks import explain_loss
 from ckpt_tools.preflight.smoke.launcher import free_memory
 from ckpt_tools.preflight.smoke.messages import SavedWorld
@@ -62,13 +64,29 @@ def build(run: RankRun) -> str:
         source = os.path.join(run.directory, "random")
         from_rank0(partial(blueprints.write_random, recipe, source))
         run.note("no checkpoint is loaded: the weights are random")
-    run.blueprint = Blueprint(setting=run.setting, recipe=recipe, source=source)
-    run.model = run.blueprint.build()
+    run.blueprint = Blueprint(setting=run.setting, recipe=recipe, source=source, on_cpu=bool(fit.why_cpu))
+    run.model = _build(run, fit.why_cpu)
     run.report(*audit(run.model, phase="built"))
     run.report(*compare_ranks(run.model))
     count = sum(parameter.numel() for parameter in run.model.parameters())
     run.fact("model", recipe.title)
     return f"{recipe.title}, {_millions(count)} parameters"
+
+
+def _build(run: RankRun, why_cpu: str) -> nn.Module:
+    """Build the model, on the CPU of every rank where meta makes another one or none; and say so."""
+    options, begun = run.setting.options, time.perf_counter()
+    model = run.blueprint.build()
+    if not why_cpu and options.build == "auto" and options.factory and (why_cpu := other_tensors(model, run.blueprint)):
+        run.blueprint = replace(run.blueprint, on_cpu=True)
+        model = run.blueprint.build()
+    if why_cpu and options.quantize is not None:
+        hint = "drop --quantize, or change what the model does in __init__"
+        raise UsageError(f"--quantize needs a model that is built on meta: {why_cpu}", where="--quantize", hint=hint)
+    if why_cpu:
+        size = format_size(sum(parameter.nbytes for parameter in model.parameters()))
+        run.note(f"built on the CPU of every rank ({size}, {time.perf_counter() - begun:.1f} s): {why_cpu}")
+    return model
 
 
 def _millions(count: int) -> str:
@@ -120,8 +138,9 @@ def load(run: RankRun) -> str:
             if naming.finding is not None:  # an error of the checkpoint: what ckpt has loaded of it can be tried
                 run.journal.finding(naming.finding)
     strange = checks.strange_weights(run.model)
+    constant = checks.constant_weights(run.model) if run.setting.options.source is not None else {}
     if run.rank == 0:
-        run.report(*strange)
+        run.report(*strange, *checks.unlearned_weights(run.model, run.blueprint, constant))
     total = sum(gather(report.loaded_bytes))
     if not total:  # quantising needs whole layers
         return f"read, quantised and sent by rank 0{title}"
@@ -168,9 +187,9 @@ def forward(run: RankRun) -> str:
     run.batch = on_device(batch_of(run, run.dp_index), run.device, None)
     run.note(*run.blueprint.recipe.notes_on(run.batch))
     rng.seed(run.dp_index, 0)
-    before = rng.state()
+    before, begun = rng.state(), run.count_collectives()
     output = call(run.model, run.batch)
-    run.has_drawn = rng.state() != before
+    run.has_drawn, run.talks = rng.state() != before, run.count_collectives() > begun
     run.loss_at = find_loss(output, run.setting.options.loss or getattr(base_model(run), "fsdp_loss", None))
     if run.loss_at is None:
         run.note("the model returns no loss: the mean square of its outputs is used")
@@ -195,12 +214,14 @@ def backward(run: RankRun) -> str:
     run.report(*compare_ranks(run.model))
     if run.watch is not None:
         run.report(*run.watch.findings)
-    trainable = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
-    without = sum(parameter.grad is None for parameter in trainable)
+    trainable = {name: p for name, p in run.model.named_parameters() if p.requires_grad}
+    without = [strip_wrappers(name) for name, parameter in trainable.items() if parameter.grad is None]
     if without:
-        run.note(f"{without} of {len(trainable)} trainable parameters got no gradient from this batch")
+        names = first_few(group_names(without, None), 4)
+        run.note(f"{len(without)} of {len(trainable)} trainable parameters got no gradient from this batch: {names}")
     run.note(*(f"no gradient, though their modules ran: {each.what}" for each in unused))
-    return f"{len(trainable) - without} gradients"
+    frozen = sum(not parameter.requires_grad for parameter in run.model.parameters())
+    return f"{len(trainable) - len(without)} gradients" + (f", {frozen} parameters frozen" if frozen else "")
 
 
 def gradients(run: RankRun) -> str:
@@ -303,8 +324,8 @@ def evaluate(run: RankRun, model: nn.Module) -> float:
     buffers = rng.take_buffers(model)
     rng.seed(0, 0)
     before = rng.state()
-    with torch.no_grad():
-        value = float(loss_of(call(model, batch), run.loss_at))
+    with torch.set_grad_enabled(run.needs_gradients):
+        value = float(loss_of(call(model, batch), run.loss_at).detach())
     run.has_drawn = rng.state() != before
     rng.put_buffers(model, buffers)
     for module in model.modules():
@@ -317,6 +338,10 @@ def evaluate(run: RankRun, model: nn.Module) -> float:
 def save(run: RankRun) -> str:
     """Save model and optimizer as a training run would."""
     path = os.path.join(run.directory, "saved")
+    reference = run.reference
+    run.needs_gradients = share(reference is not None and reference.needs_gradients(batch_of(run, 0)))
+    if run.needs_gradients:
+        run.note("forward takes gradients itself: it is evaluated with them on")
     run.saved = SavedWorld(
         path=path,
         loss=evaluate(run, run.model),
@@ -324,6 +349,9 @@ def save(run: RankRun) -> str:
         num_layers=run.num_layers,
         tp=run.setting.mesh.size(TP_AXIS),
         loss_at=run.loss_at,
+        on_cpu=run.blueprint.on_cpu,
+        talks=run.talks,
+        needs_gradients=run.needs_gradients,
     )
     save_checkpoint(run.model, run.optimizer, path)
     dist.barrier()
@@ -374,8 +402,8 @@ def reload_other_world(run: RankRun, *, saved: SavedWorld) -> str:
     """Reload on the ranks of this world, which are not those that saved."""
     recipe = run.setting.recipe_of(saved.num_layers)
     recipe.keeps_dropout &= saved.tp == 1
-    run.loss_at = saved.loss_at
-    run.blueprint = Blueprint(setting=run.setting, recipe=recipe, source=saved.source)
+    run.loss_at, run.needs_gradients = saved.loss_at, saved.needs_gradients
+    run.blueprint = Blueprint(setting=run.setting, recipe=recipe, source=saved.source, on_cpu=saved.on_cpu)
     run.model = _load_saved(run, saved)
     return _judge(run, "reload_other_world", run.model, saved)
 
@@ -389,11 +417,14 @@ def _judge(run: RankRun, fact: str, model: nn.Module, saved: SavedWorld) -> str:
     value = evaluate(run, model)
     bitwise = value == saved.loss
     is_same_cut = saved.tp == run.setting.mesh.size(TP_AXIS)
+    is_other_talk = saved.talks and fact == "reload_other_world"
     tolerance = 0.0 if is_same_cut and run.device.type == "cpu" else tolerances_of(run).loss
     ok = bitwise or abs(value - saved.loss) <= tolerance * max(1.0, abs(saved.loss))
     # Rank 0 decides for all: running a model is collective, and only its buffers are those of the checkpoint.
-    if not share(ok) and ((run.has_drawn and not is_same_cut) or share(evaluate(run, model) != value)):
-        run.note(f"the loss after the reload on {run.setting.mesh} is not compared: two runs of this model differ")
+    is_excused = is_other_talk or (run.has_drawn and not is_same_cut)
+    if not share(ok) and (is_excused or share(evaluate(run, model) != value)):
+        why = "forward communicates over the ranks" if is_other_talk else "two runs of this model differ"
+        run.note(f"the loss after the reload on {run.setting.mesh} is not compared: {why}")
         return f"{run.setting.mesh}: loss {value:.6f}, not compared"
     if run.rank == 0:
         result = ReloadResult(ok=ok, mesh=str(run.setting.mesh), loss=value, saved_loss=saved.loss, bitwise=bitwise)
@@ -455,15 +486,20 @@ def loss(run: RankRun) -> str:
         return f"{mean}"
     if not run.has_reference:
         return f"{mean:.6f}, not compared"
-    expected, why_not = 0.0, ""
-    if run.rank == 0:
-        run.reference = Reference(run.blueprint, run.device, run.loss_at)
+    run.talks = any(gather(run.talks))
+    expected, why_not = 0.0, _why_too_large(run) if run.talks else ""
+    if not why_not and (run.rank == 0 or run.talks):
+        run.reference = Reference(run.blueprint, run.device, run.loss_at, together=run.talks)
+        if run.talks:
+            _check_scale(run, run.reference)
         expected = reference_loss(run, 0)
         if not is_close(run, mean, expected):
             why_not = _why_incomparable(run, run.reference, expected)
         if not why_not:
             check_loss(run, "the first step", mean, expected)
     expected, why_not = share((expected, why_not))
+    if run.talks and not why_not:
+        run.note("forward communicates: every rank has a reference of its own, and they communicate as it does")
     if why_not:
         run.note(f"losses and gradients are not compared: {why_not}")
         run.reference, run.has_reference = None, False
@@ -475,13 +511,37 @@ def report_not_finite(run: RankRun, step: int, value: float) -> None:
     """Say where a loss that is not finite comes from, and what the unsharded model makes of the batches. Collective."""
     what = f"the loss of step {step + 1} is {value}"
     if run.has_reference:
-        if run.rank == 0 and run.reference is None:
-            run.reference = Reference(run.blueprint, run.device, run.loss_at)
+        if run.reference is None and (run.rank == 0 or run.talks):
+            run.reference = Reference(run.blueprint, run.device, run.loss_at, together=run.talks)
         what += f" (unsharded: {share(reference_loss(run, step)):.6g})"
     rng.seed(run.dp_index, step)
     finding = explain_loss(run.model, what, lambda: call(run.model, run.batch))
     if run.rank == 0:
         run.report(finding)
+
+
+def _check_scale(run: RankRun, reference: Reference) -> None:
+    """Report gradients that grow with the number of ranks when all have one batch: FSDP averages, forward adds up."""
+    batch = batch_of(run, 0)
+    together = reference.gradient_norm(batch)
+    with alone():
+        try:
+            single = reference.gradient_norm(batch)
+        except Exception:  # noqa: BLE001 - it wants as many ranks as there were when it was built
+            return
+    if run.world_size > 1 and single and abs(together / single / run.world_size - 1) < NORM_TOLERANCE:
+        what = f"on one batch, they are {run.world_size} times those of one rank: forward adds up what FSDP averages"
+        hint = "divide by the world size what forward adds up, or detach it where it is only logged"
+        run.error("sum-over-ranks", "the gradients", what, hint)
+
+
+def _why_too_large(run: RankRun) -> str:
+    """Say why not every rank can have a reference, "" when it can; rank 0 decides for all. Collective."""
+    free = run.setting.options.memory_bytes or free_memory(run.device)
+    whole = sum(parameter.numel() * parameter.element_size() for parameter in run.model.parameters())
+    wanted = whole * blueprints.STATES * (run.world_size if run.device.type == "cpu" and run.is_local else 1)
+    text = f"forward communicates, and whole copies on all ranks need {format_size(wanted)}"
+    return share(f"{text}, of {format_size(free)}" if wanted > free else "")
 
 
 def _why_incomparable(run: RankRun, reference: Reference, expected: float) -> str:
@@ -499,12 +559,11 @@ def _why_incomparable(run: RankRun, reference: Reference, expected: float) -> st
 
 
 def reference_loss(run: RankRun, step: int) -> float:
-    """Run the reference on every rank's batch; rank 0 only. Leaves its gradients there."""
+    """Run the reference on every rank's batch, where there is one. Leaves its gradients there."""
     if run.reference is None:
         return math.nan
-    batches = [batch_of(run, index) for index in range(run.setting.dp_size)]
-    found = run.reference.losses(batches, step)
-    return sum(found) / len(found)
+    indexes = (run.dp_index,) if run.talks else range(run.setting.dp_size)
+    return run.reference.mean_loss({index: batch_of(run, index) for index in indexes}, step)
 
 
 def mean_loss(own: torch.Tensor | None) -> float:

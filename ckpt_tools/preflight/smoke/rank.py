@@ -14,12 +14,15 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.fsdp2 import build_device_mesh
+from ckpt_tools.fsdp2.internals import groups_of_ranks
 from ckpt_tools.models.config_recipe import ConfigRecipe
 from ckpt_tools.preflight.smoke import phases
+from ckpt_tools.preflight.smoke.blueprint import build_anyhow
 from ckpt_tools.preflight.smoke.launcher import choose_device, free_memory
 from ckpt_tools.preflight.smoke.messages import SavedWorld
 from ckpt_tools.preflight.smoke.rank_run import RankRun, Stopped, explain
@@ -60,7 +63,9 @@ def run_rank(
         run: RankRun | None = None
         try:
             device = choose_device(setting.options.device, num_local=num_local, local_rank=local_rank)
-            _join(setting, rank, device, rendezvous, store)
+            timeout = _join(setting, rank, device, rendezvous, store)
+            outside = groups_of_ranks()
+            device_mesh = _build_mesh(setting, device, timeout)
             run = RankRun(
                 setting=setting,
                 rank=rank,
@@ -68,7 +73,8 @@ def run_rank(
                 directory=directory,
                 journal=journal,
                 resources=resources.enter_context(ExitStack()),
-                device_mesh=build_device_mesh(setting.mesh, device.type),
+                device_mesh=device_mesh,
+                mesh_groups=groups_of_ranks() - outside,
                 is_local=num_local == setting.mesh.world_size,
             )
             journal.fact("device", run.device.type)
@@ -99,8 +105,10 @@ def run_rank(
     return True
 
 
-def _join(setting: SmokeSetting, rank: int, device: torch.device, rendezvous: str | None, store: Store | None) -> None:
-    """Make the process group."""
+def _join(
+    setting: SmokeSetting, rank: int, device: torch.device, rendezvous: str | None, store: Store | None
+) -> timedelta:
+    """Make the process group, and return how long collectives wait."""
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -108,6 +116,15 @@ def _join(setting: SmokeSetting, rank: int, device: torch.device, rendezvous: st
     options: dict[str, Any] = {"init_method": f"file://{rendezvous}"} if store is None else {"store": store}
     timeout = timedelta(seconds=setting.timeout_s + COLLECTIVE_GRACE_S)
     dist.init_process_group(backend, rank=rank, world_size=setting.mesh.world_size, timeout=timeout, **options)
+    return timeout
+
+
+def _build_mesh(setting: SmokeSetting, device: torch.device, timeout: timedelta) -> DeviceMesh:
+    """Return the mesh; one of a single axis gets a group of its own, so that the model's own collectives are seen."""
+    if len(setting.mesh.axes) > 1:
+        return build_device_mesh(setting.mesh, device.type)
+    names = tuple(name for name, _ in setting.mesh.axes)
+    return DeviceMesh.from_group(dist.new_group(timeout=timeout), device.type, mesh_dim_names=names)
 
 
 _EXIT = 3
@@ -158,12 +175,10 @@ def _sandbox(setting: SmokeSetting, recipe: ConfigRecipe, scratch: str, saved: S
 
 
 def try_build(setting: SmokeSetting, journal: Journal, scratch: str) -> bool:
-    """Build the model once on meta, and make a batch for it; what ckpt cannot build or feed is told in `journal`."""
+    """Build the model once, and make a batch for it; what ckpt cannot build or feed is told in `journal`."""
     enclose(setting, journal, scratch=scratch, device=torch.device("cpu"))
     try:
-        with torch.device("meta"):
-            model = setting.recipe.build()
-        setting.recipe.batch(model, 0)
+        setting.recipe.batch(build_anyhow(setting.recipe, setting.options.build)[0], 0)
     except CkptError as error:
         journal.error(error)
         return False

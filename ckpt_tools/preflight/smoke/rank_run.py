@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,6 +21,7 @@ from ckpt_tools.fsdp2 import ShardedPlan
 from ckpt_tools.fsdp2.collective import gather
 from ckpt_tools.fsdp2.diagnose import diagnose
 from ckpt_tools.fsdp2.entry_methods import DOUBLE_WRAP, DoubleWrapError
+from ckpt_tools.fsdp2.internals import collectives_of, groups_of_ranks
 from ckpt_tools.fsdp2.watch import Watch
 from ckpt_tools.memory import rss_bytes
 from ckpt_tools.models.recipe import Batch
@@ -56,18 +58,21 @@ class RankRun:
     journal: Journal
     resources: ExitStack  # Closed when the rank ends
     device_mesh: DeviceMesh
+    mesh_groups: frozenset[ProcessGroup]  # What FSDP communicates over
     is_local: bool
     blueprint: Blueprint = field(init=False)  # What phase build decided
     model: nn.Module = field(init=False)  # What phase build made
     optimizer: torch.optim.Optimizer = field(init=False)  # What phase states made
     saved: SavedWorld = field(init=False)  # What phase save wrote
     plan: ShardedPlan | None = None
-    reference: Reference | None = None  # On rank 0, when there is one
+    reference: Reference | None = None  # On rank 0, when there is one; on every rank when forward communicates
     has_reference: bool = True  # Is there one on rank 0?
     watch: Watch | None = None
     batch: Batch = field(default_factory=dict)
     loss: torch.Tensor | None = None
     loss_at: str | None = None  # Where it is in what forward returns (`find_loss`)
+    talks: bool = False  # Forward communicates, beside what FSDP does
+    needs_gradients: bool = False  # Forward takes some itself, and fails where they are off
     has_drawn: bool = False  # Forward drew random numbers on this rank
     losses: list[float] = field(default_factory=list)  # Of this run, mean over ranks, by step
     reference_losses: list[float] = field(default_factory=list)  # The same without sharding, on rank 0
@@ -84,6 +89,10 @@ class RankRun:
     def dp_index(self) -> int:
         """Which batch this rank gets."""
         return self.setting.dp_index(self.rank)
+
+    def count_collectives(self) -> int:
+        """Return how many collectives have begun that are not FSDP's."""
+        return collectives_of(groups_of_ranks() - self.mesh_groups)
 
     def report(self, *findings: Finding) -> None:
         """Report findings, many alike as one; errors fail the phase on every rank."""

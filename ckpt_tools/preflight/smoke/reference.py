@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
@@ -13,6 +14,7 @@ from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2 import parameter_groups
 from ckpt_tools.fsdp2.buffers import place
+from ckpt_tools.fsdp2.collective import gather
 from ckpt_tools.fsdp2.load import assign, complete, read_state
 from ckpt_tools.models.config_recipe import FEEDS_ITSELF, ConfigRecipe, stopped
 from ckpt_tools.models.recipe import Batch, Recipe, call, find_loss, loss_of
@@ -29,20 +31,24 @@ def make_optimizer(model: nn.Module, *, foreach: bool | None = None) -> torch.op
 
 
 class Reference:
-    """The unsharded model on one rank. Not collective.
+    """The unsharded model on one rank, which computes the batches of all; or on every rank, `together`.
+
+    Together each computes its own batch, as in plain data parallelism, and gradients are averaged: for models whose
+    forward talks to the other ranks. Then it is collective, else not.
 
     Mixed precision is imitated: a copy of the model computes with cast parameters, and its gradients are averaged over
     the ranks' batches in float32 and cast to the parameters' own dtype. Every rank's batch meets the buffers that this
     rank has by then (running statistics, power iterations), and draws the random numbers that the rank draws.
     """
 
-    def __init__(self, blueprint: Blueprint, device: torch.device, loss_at: str | None) -> None:
+    def __init__(self, blueprint: Blueprint, device: torch.device, loss_at: str | None, *, together: bool) -> None:
         base = blueprint.build_base()
         _load(base, blueprint.source, device)
         self.model = blueprint.adapted(base).to(device)
         self.optimizer = make_optimizer(self.model)
         self._device = device
         self._loss_at = loss_at
+        self._together = together
         self._buffers: dict[int, rng.Buffers] = {}
         self._dtype = blueprint.setting.policy.precision.param_dtype
         self._computing = self.model
@@ -50,12 +56,12 @@ class Reference:
             self._computing = copy.deepcopy(self.model)
         self._loaded = rng.take_buffers(self._computing)
 
-    def losses(self, batches: Sequence[Batch], step: int) -> list[float]:
-        """Return the loss for every rank's batch, and give every parameter its mean gradient over them."""
+    def mean_loss(self, batches: Mapping[int, Batch], step: int) -> float:
+        """Return the mean loss of these ranks' batches, and give every parameter its mean gradient over them."""
         self._refresh()
         found = []
         sums: dict[str, torch.Tensor] = {}
-        for index, batch in enumerate(batches):
+        for index, batch in batches.items():
             self._computing.zero_grad(set_to_none=True)
             rng.put_buffers(self._computing, self._buffers.get(index, self._loaded))
             rng.seed(index, step)
@@ -68,9 +74,38 @@ class Reference:
                 if parameter.grad is not None:
                     gradient = parameter.grad.float()
                     sums[name] = sums[name] + gradient if name in sums else gradient
+        size = len(batches)
+        if self._together:
+            found = [value for values in gather(found) for value in values]
+            size = len(found)
+            self._add_up(sums)
         for name, parameter in self.model.named_parameters():
-            parameter.grad = (sums[name] / len(batches)).to(parameter.dtype) if name in sums else None
-        return found
+            parameter.grad = (sums[name] / size).to(parameter.dtype) if name in sums else None
+        return sum(found) / size
+
+    def _add_up(self, sums: dict[str, torch.Tensor]) -> None:
+        """Add what all ranks have; one that lacks a gradient adds nothing to it."""
+        wanted = {name for names in gather(list(sums)) for name in names}
+        for name, parameter in self.model.named_parameters():
+            if name in wanted:
+                sums[name] = sums.get(name, torch.zeros_like(parameter, dtype=torch.float32))
+                dist.all_reduce(sums[name])
+
+    def gradient_norm(self, batch: Batch) -> float:
+        """Return the norm of the gradients of the first step when every rank has this batch."""
+        self.forget()
+        self.mean_loss({0: batch}, 0)
+        self.forget()
+        return float(nn.utils.get_total_norm(self.gradients().values()))
+
+    def needs_gradients(self, batch: Batch) -> bool:
+        """Does forward fail where gradients are off? It takes some itself then."""
+        try:
+            with torch.no_grad():
+                call(self._computing, on_device(batch, self._device, self._dtype))
+        except RuntimeError:
+            return True
+        return False
 
     def forget(self) -> None:
         """Go back to the buffers that were loaded, for every rank."""

@@ -115,43 +115,41 @@ def _tasks(corpus: Corpus, group: str, *, whole: bool) -> Iterable[dict[str, obj
                     }
 
 
-def run_group(corpus: Corpus, group: str, *, whole: bool = True) -> Report:
-    """Run the commands of one group over every case, in one process; without `whole` in text or in JSON, by turns."""
-    work = corpus.root / f"work-{group}"
-    (work / "empty").mkdir(parents=True)
-    tasks = list(_tasks(corpus, group, whole=whole))
-    job = work / "job.json"
-    document = {
-        "cwd": str(work / "empty"),
-        "results": str(work / "results"),
-        "warm_up": _warm_up(corpus, work),
-        "runs": tasks,
-    }
-    job.write_text(json.dumps(document))
-    before = {name: _guarded(case) for name, case in corpus.cases.items()}
-    root = Path(__file__).parents[3]
+def run_watched(work: Path, warm_up: list[list[str]], runs: list[dict[str, object]]) -> tuple[list[dict], list[str]]:
+    """Run commands in one process that is watched; return the lines that it wrote, and what ended it too early."""
+    (work / "empty").mkdir()
+    results = work / "results"
+    document = {"cwd": str(work / "empty"), "results": str(results), "warm_up": warm_up, "runs": runs}
+    (work / "job.json").write_text(json.dumps(document))
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("CKPT_", "PYTHON"))}
     process = subprocess.run(
-        [sys.executable, "-P", watch.__file__, str(job)],
-        env=environment | {"PYTHONPATH": str(root), "NO_COLOR": "1"},
+        [sys.executable, "-P", watch.__file__, str(work / "job.json")],
+        env=environment | {"PYTHONPATH": str(Path(__file__).parents[3]), "NO_COLOR": "1"},
         capture_output=True,
         text=True,
         timeout=280,
     )
+    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    num_ended = sum("id" in line for line in lines)
+    if process.returncode == 0 and num_ended == len(runs):
+        return lines, []
+    last = lines[-1] if lines else "the start"
+    what = f"{num_ended} of {len(runs)} runs ended, the process with {process.returncode} at {last}"
+    return lines, [f"{what}: {process.stderr[-2000:]}"]
+
+
+def run_group(corpus: Corpus, group: str, *, whole: bool = True) -> Report:
+    """Run the commands of one group over every case, in one process; without `whole` in text or in JSON, by turns."""
+    work = corpus.root / f"work-{group}"
+    work.mkdir()
+    tasks, warm_up = list(_tasks(corpus, group, whole=whole)), _warm_up(corpus, work)
+    before = {name: _guarded(case) for name, case in corpus.cases.items()}
     report = Report(num_recipes=len(corpus.cases))
-    lines = (
-        [json.loads(line) for line in (work / "results").read_text().splitlines()]
-        if (work / "results").exists()
-        else []
-    )
-    if process.returncode:
-        last = lines[-1] if lines else "the start"
-        report.problems.append(f"the process ended with {process.returncode} at {last}: {process.stderr[-2000:]}")
-    results = [line for line in lines if "id" in line]
-    for result in results:
-        _judge(report, result, corpus)
-    if len(results) != len(tasks):
-        report.problems.append(f"{len(results)} of {len(tasks)} runs ended")
+    lines, problems = run_watched(work, warm_up, tasks)
+    report.problems += problems
+    for result in lines:
+        if "id" in result:
+            _judge(report, result, corpus)
     for name, case in corpus.cases.items():
         if case.canary.exists():
             report.executions += 1

@@ -17,6 +17,11 @@ FACTORIES = {
         "ResNet FrozenNorm Averaging Segmenter Vit Masked Mixer Diffusion FlowMatching Vae VqVae Critic OldSpectral "
         "Normed Contrastive Sound Flow Radiance"
     ),
+    "structures": (
+        "Logs Clip ClipLocal Dino BarlowTwins SyncNorm Balanced Orthogonal Measured ByNumpy CompiledFunctions Mapped "
+        "Cast Recomputed Rounded Energy Shared SharedNorm Repeated Hooked MultiTask Supervised Fno Tagger "
+        "Velocity Copier"
+    ),
     "libraries": (
         "timm_vit timm_resnet timm_convnext timm_regnet timm_efficientnet timm_swin diffusers_unet diffusers_pixart "
         "Autoencoder"
