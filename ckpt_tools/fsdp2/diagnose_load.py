@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ckpt_tools.fsdp2.diagnose import DiagnosedCase, Diagnosis
 
 _LOADS = "`ckpt_tools.fsdp2.load_checkpoint(model, PATH)`, which finds the names"
+_LOADS_BASE = "`ckpt_tools.fsdp2.load_base(model, PATH)`, which loads what adapters are around"
 _LOADS_STATE = "`ckpt_tools.fsdp2.load_optimizer(model, optimizer, PATH)`, which goes by the parameters' names"
 _NO_STATE = "start with a new optimizer: load the model alone, `load_checkpoint(model, PATH)`"
 
@@ -80,7 +81,7 @@ def _dcp_load(case: DiagnosedCase) -> _Load | None:
 
 
 def _module_load(case: DiagnosedCase) -> _Load | None:
-    if not re.search(r"Missing key\(s\)|size mismatch for", case.text):
+    if not re.search(r"(Missing|Unexpected) key\(s\)|size mismatch for", case.text):
         return None
     for line in case.stack.lines:
         module, given = (line.frame.f_locals.get(name) for name in ("self", "state_dict"))
@@ -124,13 +125,22 @@ def _other_names(case: DiagnosedCase, lost: list[str], load: _Load) -> Diagnosis
     for names in ({} if case.model is None else case.model.state_dict(), load.wanted):
         found = _find(case, load, {k: v for k, v in names.items() if isinstance(v, torch.Tensor) and not _is_state(k)})
         if found:
-            one = next((key for key in found if lost[0].endswith(key) or key.endswith(lost[0])), next(iter(found)))
+            one = next((key for key in found if lost[0].endswith(key) or key.endswith(lost[0])), "")
+            if not one or found[one] == lost[0]:
+                continue
             code = "wrapped-names" if _bare(found[one]) == _bare(lost[0]) else "other-names"
             cause = f"{lost[0]} is called {found[one]} in the checkpoint (names that differ: {len(lost)})"
             return case.build(code, lost[0], cause, fix=_LOADS.replace("PATH", load.path))
-    spare = [key for key, entry in load.held.items() if entry and key not in load.wanted and not _is_state(key)]
+    spare = _spare(load)
     other = f"; it holds {first_few(spare, 3)}, which the model lacks" if spare else ""
-    return case.build("missing-keys", lost[0], f"not in the checkpoint: {first_few(lost, 3)}{other}")
+    cause = f"not in the checkpoint: {first_few(lost, 3)}{other}"
+    if spare and any(re.search(r"(^|\.)(base_layer|base_model\.model)\.", key) for key in lost):
+        return case.build("other-names", lost[0], cause, fix=_LOADS_BASE.replace("PATH", load.path))
+    return case.build("missing-keys", lost[0], cause)
+
+
+def _spare(load: _Load) -> list[str]:
+    return [key for key, entry in load.held.items() if entry and key not in load.wanted and not _is_state(key)]
 
 
 def _bare(key: str) -> str:
@@ -155,6 +165,8 @@ def _other_shape(case: DiagnosedCase, load: _Load) -> Diagnosis | None:
         if entry is not None and isinstance(value, torch.Tensor) and entry.shape != tuple(value.shape):
             cause = f"{key} is {list(value.shape)} in the model and {list(entry.shape)} in the checkpoint"
             return case.build("other-shape", key, cause)
+    if "Unexpected key" in case.text and (spare := _spare(load)):
+        return case.build("unexpected-keys", spare[0], f"the model lacks {first_few(spare, 3)}")
     return None
 
 

@@ -25,7 +25,9 @@ from torch.distributed.tensor import distribute_tensor
 
 from ckpt_tools.fsdp2 import (
     RngState,
+    add_lora,
     audit,
+    load_base,
     load_checkpoint,
     load_optimizer,
     parameter_groups,
@@ -221,6 +223,33 @@ def state_without_a_head(mesh, fixed=False):
         step(model)
 
     return shard(Net(), mesh), run
+
+
+@breaks("unexpected-keys", "extra", "model.load_state_dict(", fix="strict=False")
+def state_with_more_than_the_model(mesh, fixed=False):
+    def run(model):
+        model.load_state_dict({**model.state_dict(), "extra": torch.ones(2)}, strict=not fixed)
+
+    return shard(Net(), mesh), run
+
+
+@breaks("missing-keys", "step", "dcp.load(")
+def number_that_was_not_saved(mesh):
+    path = saved({"model": shard(Net(), mesh).state_dict()}, "nested")
+    return shard(Net(), mesh), lambda model: dcp.load({"model": model.state_dict(), "step": 0}, checkpoint_id=path)
+
+
+@breaks("other-names", "model.base_model.model.emb.weight", "dcp.load(", fix="load_base(model, '")
+def base_into_a_model_with_adapters(mesh, fixed=False):
+    path = saved({"model": shard(Net(), mesh).state_dict()}, "nested")
+    model = add_lora(Net(), {"peft_type": "LORA", "r": 2, "target_modules": ["up"]})
+    shard_model(model, mesh)
+
+    def run(model):
+        load_base(model, path) if fixed else dcp.load({"model": model.state_dict()}, checkpoint_id=path)
+        step(model)
+
+    return model, run
 
 
 # Optimizers.
