@@ -242,6 +242,10 @@ def shard_model(
         refuse_older("torch", "no_shard")
     refuse_sharded(model, hint="rebuild the model, or shard only the modules that are not sharded yet")
     extra: dict[str, Any] = {}
+    is_own = shard_placement_fn is not None or dp_mesh_dims is not None or bool(meshes)
+    if (policy.strategy == "no_shard" and is_own) or (dp_mesh_dims is not None and (meshes or tp_plan is not None)):
+        what = "no_shard excludes shard_placement_fn, meshes and dp_mesh_dims; dp_mesh_dims excludes meshes and tp_plan"
+        raise UsageError(what, where="shard_model")
     if dp_mesh_dims is None:
         _check_axes(mesh, tp_plan)
         dp = fsdp_mesh(mesh)
@@ -278,7 +282,6 @@ def shard_model(
         apply_policy(model, policy, dp, root=True, **extra)
     _prefetch(model, names, policy)
     register_methods(model, methods)
-    is_own = shard_placement_fn is not None or dp_mesh_dims is not None or bool(own)
     managed = {id(p) for module in ([model] if root else units) for p in module.parameters()}
     plan = ShardedPlan(
         policy=policy,
