@@ -1,4 +1,4 @@
-"""CKPT021, CKPT091 and CKPT092: how `fsdp` and `fsdp_config` are written; the rest of CKPT02x is in `pairs.tsv`."""
+"""CKPT021 and CKPT092: how `fsdp` and `fsdp_config` are written; the rest of CKPT02x and CKPT09x is in `pairs.tsv`."""
 
 from __future__ import annotations
 
@@ -29,26 +29,6 @@ def v1_strategy(case: Subject) -> Iterator[Violation]:
         if word.lower() in _V1_STRATEGIES and case.is_fsdp2:
             what = f"{word} is a strategy of FSDP1, but the config uses FSDP2"
             yield Violation("fsdp", what, "fsdp: true with fsdp_config.reshard_after_forward: true")
-
-
-@warning_rule(
-    "CKPT091 (trainer): `fsdp` as text",
-    why="Trainer will soon accept only true; the words belong in fsdp_config",
-    fix="fsdp: true",
-)
-def fsdp_words(case: Subject) -> Iterator[Violation]:
-    """Source: `transformers/training_args.py:_apply_legacy_fsdp_to_config`."""
-    found = case.get("fsdp")
-    if found is None or not case.is_fsdp or not isinstance(found.value, (str, list)) or found.is_on:
-        return
-    words = found.value.split() if isinstance(found.value, str) else [str(word) for word in found.value]
-    said = []
-    if "shard_grad_op" in words:
-        said.append("reshard_after_forward: false")
-    if "offload" in words:
-        said.append("cpu_offload: true")
-    more = f" and fsdp_config: {{{', '.join(said)}}}" if said else ""
-    yield Violation("fsdp", f"{found} is deprecated", f"fsdp: true{more}")
 
 
 @warning_rule(

@@ -24,7 +24,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from functools import cache, partial
+from functools import cache
 
 from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.plain_values import is_typo
@@ -121,7 +121,11 @@ def _words(found: Stated) -> frozenset[str]:
     return texts | {"no"} if found.value is False else texts
 
 
-rows_of = partial(read_rows, __package__)
+@cache
+def rows_of(table: str) -> tuple[Mapping[str, str], ...]:
+    """Return the rows of a table of this folder; one of several frameworks (`trainer,axolotl`) is a row of each."""
+    rows = read_rows(__package__, table)
+    return tuple({**row, "framework": name} for row in rows for name in row.get("framework", "").split(","))
 
 
 def frameworks_of(table: str, rule: str) -> tuple[Framework, ...]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckpt_tools.preflight.plain_values import dtype_name
-from ckpt_tools.preflight.rules.rule import Subject, Violation, enabled, error_rule, warning_rule
+from ckpt_tools.preflight.rules.rule import Subject, Violation, enabled, warning_rule
 from ckpt_tools.units import format_size
 
 # CKPT05x: dtypes that contradict each other, or lose what they should keep.
 
 _BITS = {"bf16": 16, "f16": 16, "f32": 32}
-_MIXES = ("no", "fp16", "bf16", "fp8")
 _VERL = "actor_rollout_ref.actor.fsdp_config"
 
 
@@ -66,18 +65,6 @@ def same_dtype(case: Subject) -> Iterator[Violation]:
     ):
         what = f"{stored}, but {computed}: bf16 weights are widened for each layer, which gains no precision"
         yield Violation(computed.key, what, f"{computed.key}: bfloat16")
-
-
-@error_rule(
-    "CKPT056 (accelerate): a mixed_precision that does not exist", why="The launcher stops", fix="no, fp16, bf16 or fp8"
-)
-def known_precision(case: Subject) -> Iterator[Violation]:
-    """Source: `accelerate/utils/launch.py` (`PrecisionType`), which compares in lower case."""
-    mixed = case.get("mixed_precision")
-    if mixed is None or mixed.is_off or mixed.text.lower() in _MIXES:  # a bare `no` in YAML is False
-        return
-    near = {"bf16": "bf16", "f16": "fp16", "f32": "'no'"}.get(dtype_name(mixed.text) or "", "bf16")
-    yield Violation("mixed_precision", f"{mixed}; must be one of {', '.join(_MIXES)}", f"mixed_precision: {near}")
 
 
 # CKPT06x: what is saved, what can be loaded again, and memory that is spent twice.
