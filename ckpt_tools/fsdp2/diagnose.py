@@ -376,6 +376,9 @@ def _ranks(case: DiagnosedCase) -> Diagnosis | None:
     if findings:
         first = findings[0]
         return case.build(first.code, first.where, first.what)
+    call = next((line.code.co_name for line in case.stack.lines if line.file.endswith("distributed_c10d.py")), "")
+    if call and not where and not case.stack.entered:
+        return case.build("rank-alone", "", f"this rank waited in `{call}` for ranks that did not call it")
     waits = f"this rank waited in {where or 'a collective'} for other ranks, which never reached it"
     return case.build("rank-skip", where, f"{waits}; run all ranks under watch(model, traces=DIR) to see what each did")
 

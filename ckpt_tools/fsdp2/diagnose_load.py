@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from ckpt_tools.checkpoint.dtypes import BY_TORCH_NAME
 from ckpt_tools.checkpoint.entries import Checkpoint, TensorEntry
@@ -23,16 +25,17 @@ from ckpt_tools.text import first_few
 if TYPE_CHECKING:
     from ckpt_tools.fsdp2.diagnose import DiagnosedCase, Diagnosis
 
-_UNREAD = r"metadata is None|No such file or directory: '[^']*\.metadata'"
+_LOADS = "`ckpt_tools.fsdp2.load_checkpoint(model, PATH)`, which finds the names"
+_LOADS_BASE = "`ckpt_tools.fsdp2.load_base(model, PATH)`, which loads what adapters are around"
+_LOADS_STATE = "`ckpt_tools.fsdp2.load_optimizer(model, optimizer, PATH)`, which goes by the parameters' names"
+_NO_STATE = "start with a new optimizer: load the model alone, `load_checkpoint(model, PATH)`"
 
 
 def failure_of(error: BaseException) -> BaseException:
     """Return what a DCP exception reports: this rank's failure, or else that of the first rank."""
-    failures = getattr(error, "failures", None)
-    if not isinstance(failures, Mapping) or not failures:
+    if not isinstance(error, CheckpointException) or not error.failures:
         return error
-    found = failures.get(this_rank(), failures[min(failures)])
-    return found[0] if isinstance(found, tuple) and isinstance(found[0], BaseException) else error
+    return error.failures.get(this_rank(), error.failures[min(error.failures)])[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,62 +44,49 @@ class _Load:
 
     wanted: Mapping[str, Any]  # Key → tensor, or anything else
     held: Mapping[str, TensorEntry | None]  # Key → tensor; None for what is no tensor
-    path: str = ""  # Of a DCP checkpoint
-
-    @property
-    def lost(self) -> list[str]:
-        """Wanted, and not there under that name."""
-        return [key for key in self.wanted if key not in self.held]
-
-    def line(self, call: str) -> str:
-        """Return the call that loads it, with the path where it is known."""
-        return call.replace("PATH", repr(self.path) if self.path else "PATH")
+    path: str = "PATH"  # Of a DCP checkpoint, as one writes it in Python
 
 
 def explain_load(case: DiagnosedCase) -> Diagnosis | None:
     """Errors of `dcp.load`, `load_state_dict` and `set_state_dict` about what is not there, or of another shape."""
-    if re.search(_UNREAD, case.text):
-        path = next(iter(re.findall(r"directory: '([^']*?)/?\.metadata'", case.text)), "")
-        return case.build("no-metadata", path)
+    if "metadata is None" in case.text:
+        return case.build("no-metadata", next(iter(re.findall(r"directory: '([^']*?)/?\.metadata'", case.text)), ""))
     load = _dcp_load(case) or _module_load(case)
     if load is None:
         return None
-    if lost := load.lost:
-        states = [key for key in lost if _is_state(key)]
-        if ranked := [key for key in lost if _is_of_rank(key, load)]:
-            return case.build("per-rank-state", ranked[0], f"the checkpoint has no {ranked[0]}: fewer ranks saved it")
-        if len(states) == len(lost):
-            return _no_state(case, states, load)
-        return _other_names(case, [key for key in lost if not _is_state(key)], load)
-    return _other_shape(case, load)
+    lost = [key for key in load.wanted if key not in load.held]
+    if not lost:
+        return _other_shape(case, load)
+    if ranked := [key for key in lost if _is_of_rank(key, load)]:
+        return case.build("per-rank-state", ranked[0], f"the checkpoint has no {ranked[0]}: fewer ranks saved it")
+    weights = [key for key in lost if not _is_state(key)]
+    return _other_names(case, weights, load) if weights else _no_state(case, lost, load)
 
 
 def _dcp_load(case: DiagnosedCase) -> _Load | None:
     if not re.search(r"Missing key in checkpoint|Size mismatch between saved", case.text):
         return None
     for line in case.stack.lines:
-        planner, reader = (line.frame.f_locals.get(name) for name in ("planner", "storage_reader"))
+        planner = line.frame.f_locals.get("planner")
         metadata, wanted = getattr(planner, "metadata", None), getattr(planner, "state_dict", None)
         if isinstance(metadata, Metadata) and isinstance(wanted, Mapping):
             nested = metadata.planner_data or {}
-            held = {
-                key: _entry(key, md.size, md.properties.dtype, nested.get(key, ()))
-                if isinstance(md, TensorStorageMetadata)
-                else None
-                for key, md in metadata.state_dict_metadata.items()
-            }
-            return _Load(wanted=wanted, held=held, path=str(getattr(reader, "path", "")))
+            held: dict[str, TensorEntry | None] = dict.fromkeys(metadata.state_dict_metadata)
+            for key, md in metadata.state_dict_metadata.items():
+                if isinstance(md, TensorStorageMetadata):
+                    held[key] = _entry(key, md.size, md.properties.dtype, nested.get(key, ()))
+            path = getattr(line.frame.f_locals.get("storage_reader"), "path", None)
+            return _Load(wanted=wanted, held=held, path=repr(str(path)) if path else "PATH")
     return None
 
 
 def _module_load(case: DiagnosedCase) -> _Load | None:
-    if not re.search(r"Missing key\(s\)|size mismatch for", case.text):
+    if not re.search(r"(Missing|Unexpected) key\(s\)|size mismatch for", case.text):
         return None
     for line in case.stack.lines:
         module, given = (line.frame.f_locals.get(name) for name in ("self", "state_dict"))
         if line.code.co_name == "load_state_dict" and isinstance(module, nn.Module) and isinstance(given, Mapping):
-            tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
-            held = {key: _entry(key, value.shape, value.dtype) for key, value in tensors.items()}
+            held = {key: _entry(key, v.shape, v.dtype) for key, v in given.items() if isinstance(v, torch.Tensor)}
             return _Load(wanted=module.state_dict(), held=held)
     return None
 
@@ -120,38 +110,37 @@ def _is_of_rank(key: str, load: _Load) -> bool:
     return False
 
 
-def _no_state(case: DiagnosedCase, states: list[str], load: _Load) -> Diagnosis:
+def _no_state(case: DiagnosedCase, lost: list[str], load: _Load) -> Diagnosis:
     kept = [key for key in load.held if _is_state(key)]
-    cause = f"{len(states)} keys of the optimizer are not in the checkpoint ({first_few(states, 2)})"
-    if not kept:
-        return case.build("optimizer-state", states[0], f"{cause}, which holds no optimizer state", fix=_NO_STATE)
     owners = {key.rpartition(".")[0] for key in kept}
-    is_other = any(key.rpartition(".")[0] in owners for key in states)  # this parameter has state, of other names
-    what = f"{cause}; it holds {first_few(kept, 2)}"
-    return case.build("optimizer-state", states[0], what, fix="" if is_other else load.line(_LOADS_STATE))
-
-
-_LOADS = "`ckpt_tools.fsdp2.load_checkpoint(model, PATH)`, which finds the names"
-_LOADS_STATE = "`ckpt_tools.fsdp2.load_optimizer(model, optimizer, PATH)`, which goes by the parameters' names"
-_NO_STATE = "start with a new optimizer: load the model alone, `load_checkpoint(model, PATH)`"
+    is_other = any(key.rpartition(".")[0] in owners for key in lost)  # these parameters have state, of other names
+    holds = first_few(kept, 2) if kept else "no optimizer state"
+    cause = f"{len(lost)} keys of the optimizer are not in the checkpoint ({first_few(lost, 2)}), which holds {holds}"
+    fix = "" if is_other else _LOADS_STATE.replace("PATH", load.path) if kept else _NO_STATE
+    return case.build("optimizer-state", lost[0], cause, fix=fix)
 
 
 def _other_names(case: DiagnosedCase, lost: list[str], load: _Load) -> Diagnosis:
     """Find the names that the checkpoint has for what was asked for, as a load by ckpt does."""
-    tensors = {
-        key: value for key, value in load.wanted.items() if isinstance(value, torch.Tensor) and not _is_state(key)
-    }
-    own = {} if case.model is None else case.model.state_dict()
-    for names in (own, tensors):
-        found = _find(case, load, {key: value for key, value in names.items() if isinstance(value, torch.Tensor)})
+    for names in ({} if case.model is None else case.model.state_dict(), load.wanted):
+        found = _find(case, load, {k: v for k, v in names.items() if isinstance(v, torch.Tensor) and not _is_state(k)})
         if found:
-            one = next((key for key in found if lost[0].endswith(key) or key.endswith(lost[0])), next(iter(found)))
+            one = next((key for key in found if lost[0].endswith(key) or key.endswith(lost[0])), "")
+            if not one or found[one] == lost[0]:
+                continue
             code = "wrapped-names" if _bare(found[one]) == _bare(lost[0]) else "other-names"
             cause = f"{lost[0]} is called {found[one]} in the checkpoint (names that differ: {len(lost)})"
-            return case.build(code, lost[0], cause, fix=load.line(_LOADS))
-    spare = [key for key, entry in load.held.items() if entry and key not in load.wanted and not _is_state(key)]
+            return case.build(code, lost[0], cause, fix=_LOADS.replace("PATH", load.path))
+    spare = _spare(load)
     other = f"; it holds {first_few(spare, 3)}, which the model lacks" if spare else ""
-    return case.build("missing-keys", lost[0], f"not in the checkpoint: {first_few(lost, 3)}{other}")
+    cause = f"not in the checkpoint: {first_few(lost, 3)}{other}"
+    if spare and any(re.search(r"(^|\.)(base_layer|base_model\.model)\.", key) for key in lost):
+        return case.build("other-names", lost[0], cause, fix=_LOADS_BASE.replace("PATH", load.path))
+    return case.build("missing-keys", lost[0], cause)
+
+
+def _spare(load: _Load) -> list[str]:
+    return [key for key, entry in load.held.items() if entry and key not in load.wanted and not _is_state(key)]
 
 
 def _bare(key: str) -> str:
@@ -160,53 +149,43 @@ def _bare(key: str) -> str:
 
 def _find(case: DiagnosedCase, load: _Load, names: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return name of the model → name in the checkpoint; empty unless all are found."""
-    entries = [entry for entry in load.held.values() if entry is not None]
-    checkpoint = Checkpoint(root=load.path, format="dcp", tensors=tuple(entries))
+    checkpoint = Checkpoint(root=load.path, format="dcp", tensors=tuple(filter(None, load.held.values())))
     try:
-        match = match_names(checkpoint, case.model or nn.Module(), shapes_of(names), "auto")
+        found = match_names(checkpoint, case.model or nn.Module(), shapes_of(names), "auto").found
     except CkptError:
         return {}
-    if not names or any(
-        name not in match.found or match.found[name].shape != tuple(t.shape) for name, t in names.items()
-    ):
+    if any(name not in found or found[name].shape != tuple(tensor.shape) for name, tensor in names.items()):
         return {}
-    return {name: one.mosaic.sources[0] for name, one in match.found.items() if one.mosaic.sources}
+    return {name: found[name].mosaic.sources[0] for name in names if found[name].mosaic.sources}
 
 
 def _other_shape(case: DiagnosedCase, load: _Load) -> Diagnosis | None:
     for key, value in load.wanted.items():
         entry = load.held.get(key)
         if entry is not None and isinstance(value, torch.Tensor) and entry.shape != tuple(value.shape):
-            what = "optimizer-state" if _is_state(key) else "other-shape"
             cause = f"{key} is {list(value.shape)} in the model and {list(entry.shape)} in the checkpoint"
-            return case.build(what, key, cause)
+            return case.build("other-shape", key, cause)
+    if "Unexpected key" in case.text and (spare := _spare(load)):
+        return case.build("unexpected-keys", spare[0], f"the model lacks {first_few(spare, 3)}")
     return None
 
 
 def explain_optimizer(case: DiagnosedCase) -> Diagnosis | None:
-    """Optimizer state and gradients that are plain tensors beside sharded parameters, and groups that do not fit."""
-    if re.search(r"different number of parameter groups|doesn't match the size of optimizer's group", case.text):
-        return case.build("optimizer-groups")
-    if case.text.startswith("attempting to assign a gradient of size"):
-        return case.build("plain-gradient")
-    if "mixed torch.Tensor and DTensor" not in case.text:
+    """Optimizer state and gradients that are plain tensors beside sharded parameters."""
+    optimizer = next(
+        (o for line in case.stack.lines if isinstance(o := line.frame.f_locals.get("self"), Optimizer)), None
+    )
+    if optimizer is None or "mixed torch.Tensor and DTensor" not in case.text:
         return None
     names = {} if case.model is None else {id(p): fqn for fqn, p in case.model.named_parameters()}
-    for line in reversed(case.stack.lines):
-        optimizer = line.frame.f_locals.get("self")
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            continue
-        for parameter in (p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)):
-            fqn = names.get(id(parameter), "")
-            if parameter.grad is not None and not isinstance(parameter.grad, DTensor):
-                return case.build("plain-gradient", fqn)
-            plain = [
-                k
-                for k, v in optimizer.state.get(parameter, {}).items()
-                if isinstance(v, torch.Tensor) and v.dim() and not isinstance(v, DTensor)
-            ]
-            if plain:
-                return case.build(
-                    "plain-optimizer-state", fqn, f"{plain[0]} of {fqn or 'a sharded parameter'} is a plain tensor"
-                )
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)):
+        fqn = names.get(id(parameter), "a sharded parameter")
+        if _is_plain(parameter.grad):
+            return case.build("plain-gradient", fqn)
+        for name in (name for name, value in optimizer.state.get(parameter, {}).items() if _is_plain(value)):
+            return case.build("plain-optimizer-state", fqn, f"{name} of {fqn} is a plain tensor")
     return None
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and not isinstance(value, DTensor)

@@ -61,29 +61,17 @@ def switch_optimizer(model: nn.Module, *optimizers: Optimizer) -> Iterator[None]
             shard_model(model, mesh)
             load_checkpoint(model, path)
 
-    Options of the groups, schedulers and hooks stay. State that an optimizer has is cut like its parameters.
-
-    Args:
-        model: Not yet sharded.
-        optimizers: Of parameters of this model.
-
-    Raises:
-        UsageError: A parameter that is not the model's.
+    Options of the groups, schedulers and hooks stay. State that an optimizer has is cut like its parameters. Raise
+    UsageError for a parameter that is not the model's.
     """
-    old = {id(parameter): name for name, parameter in names_of(model).items()}
-    held = [[[old.get(id(p)) for p in group["params"]] for group in one.param_groups] for one in optimizers]
-    if any(name is None for groups in held for group in groups for name in group):
-        raise UsageError(
-            "the optimizer contains a parameter that does not belong to the model",
-            where="switch_optimizer",
-            hint="create the optimizer from this model's parameters, and enter before shard_model",
-        )
+    names = {id(parameter): name for name, parameter in names_of(model).items()}
+    held = [[_members(names, group, "switch_optimizer") for group in one.param_groups] for one in optimizers]
     yield
     own = names_of(model)
     for optimizer, groups in zip(optimizers, held, strict=True):
-        for group, names in zip(optimizer.param_groups, groups, strict=True):
-            for index, name in enumerate(names):
-                before, after = group["params"][index], own[str(name)]
+        for group, members in zip(optimizer.param_groups, groups, strict=True):
+            for index, name in enumerate(members):
+                before, after = group["params"][index], own[name]
                 group["params"][index] = after
                 if before is not after and (state := optimizer.state.pop(before, None)) is not None:
                     optimizer.state[after] = {key: _cut_like(value, after) for key, value in state.items()}
@@ -121,6 +109,17 @@ def _cut_like(value: Any, parameter: torch.Tensor) -> Any:  # noqa: ANN401 - a t
     return value
 
 
+def _members(names: Mapping[int, str], group: Mapping[str, Any], where: str) -> list[str]:
+    """Return the names of a group's parameters; `names` has those of the model, by id."""
+    if any(id(parameter) not in names for parameter in group["params"]):
+        raise UsageError(
+            "the optimizer contains a parameter that does not belong to the model",
+            where=where,
+            hint="create the optimizer from the model's own parameters: shard_model and load_checkpoint replace them",
+        )
+    return [names[id(parameter)] for parameter in group["params"]]
+
+
 def names_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters by the names that optimizer state has for them."""
     return {strip_wrappers(name): parameter for name, parameter in model.named_parameters()}
@@ -144,16 +143,7 @@ def read_optimizer(
     groups = []
     number = 0
     for group in optimizer.param_groups:
-        members = []
-        for parameter in group["params"]:
-            name = fqns.get(id(parameter))
-            if name is None:
-                raise UsageError(
-                    "the optimizer contains a parameter that does not belong to the model",
-                    where="load_optimizer",
-                    hint="create the optimizer after shard_model and load_checkpoint, which replace parameters",
-                )
-            members.append(name)
+        members = _members(fqns, group, "load_optimizer")
         options = {key: value for key, value in group.items() if key != "params"}
         options |= stored.options(members)
         options["params"] = list(range(number, number + len(members)))

@@ -176,25 +176,14 @@ def clip_grad_norm(
 def update_average(average: nn.Module, model: nn.Module, decay: float) -> None:
     """Move an average of weights (EMA) towards `model`, shard by shard: decay · average + (1 - decay) · model.
 
-    `average` is a second model, frozen, sharded alike and loaded like the first; buffers are copied. Save both:
-    `save_checkpoint(model, optimizer, path, state={"ema": average})`.
-
-    Args:
-        average: Of the same class, on the same mesh.
-        model: What is trained, after the optimizer's step.
-        decay: From 0 (a copy) to 1 (no change).
-
-    Raises:
-        UsageError: The two have other parameters, or are sharded differently.
+    Call it after the optimizer's step. `average` is a second model, frozen, sharded alike and loaded like the first;
+    buffers are copied. Save both: `save_checkpoint(model, optimizer, path, state={"ema": average})`. Raise UsageError
+    for models that differ in shape or sharding.
     """
     ours, theirs = (dict(each.named_parameters()) for each in (average, model))
-    for name in ours.keys() | theirs.keys():
-        if name not in ours or name not in theirs or _layout(ours[name]) != _layout(theirs[name]):
-            raise UsageError(
-                "the average and the model differ in shape or sharding",
-                where=name,
-                hint="build both from one config, and shard both with the same mesh and policy",
-            )
+    if wrong := [name for name in ours | theirs if _layout(ours.get(name)) != _layout(theirs.get(name))]:
+        what = "the average and the model differ in shape or sharding"
+        raise UsageError(what, where=wrong[0], hint="build both from one config, and shard both alike")
     pairs = [(_local(ours[name]), _local(theirs[name]).to(ours[name].dtype)) for name in ours]
     torch._foreach_lerp_([one for one, _ in pairs], [other for _, other in pairs], 1.0 - decay)
     for one, other in zip(average.buffers(), model.buffers(), strict=True):
@@ -205,8 +194,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
-    return (tensor.shape, *((tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()))
+def _layout(tensor: torch.Tensor | None) -> tuple[object, ...]:
+    return tuple(getattr(tensor, name, None) for name in ("shape", "device_mesh", "placements"))
 
 
 def offload_optimizer(optimizer: torch.optim.Optimizer) -> None:

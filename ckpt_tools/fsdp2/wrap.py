@@ -242,6 +242,10 @@ def shard_model(
         refuse_older("torch", "no_shard")
     refuse_sharded(model, hint="rebuild the model, or shard only the modules that are not sharded yet")
     extra: dict[str, Any] = {}
+    is_own = shard_placement_fn is not None or dp_mesh_dims is not None or bool(meshes)
+    if (policy.strategy == "no_shard" and is_own) or (dp_mesh_dims is not None and (meshes or tp_plan is not None)):
+        what = "no_shard excludes shard_placement_fn, meshes and dp_mesh_dims; dp_mesh_dims excludes meshes and tp_plan"
+        raise UsageError(what, where="shard_model")
     if dp_mesh_dims is None:
         _check_axes(mesh, tp_plan)
         dp = fsdp_mesh(mesh)
@@ -253,7 +257,7 @@ def shard_model(
         extra["shard_placement_fn"] = shard_placement_fn
     ignored = _ignored(model, policy.ignored, {id(parameter) for parameter in ignored_params})
     own = {name: own for wanted, own in (meshes or {}).items() for name in find_blocks(model, [wanted])}
-    found = sorted({*find_blocks(model, blocks), *own}, key=_depth) if own else find_blocks(model, blocks)
+    found = sorted(dict.fromkeys((*find_blocks(model, blocks), *own)), key=lambda name: -name.count("."))
     names = tuple(name for name in found if not _parameters_of(model, name) <= set(ignored))
     kept = (*(names if not policy.reshard else ()), *([""] if not (policy.reshard and policy.reshard_root) else ()))
     methods = find_methods(model, forward_methods, (*names, "") if root else names, kept)
@@ -278,7 +282,6 @@ def shard_model(
         apply_policy(model, policy, dp, root=True, **extra)
     _prefetch(model, names, policy)
     register_methods(model, methods)
-    is_own = shard_placement_fn is not None or dp_mesh_dims is not None or bool(own)
     managed = {id(p) for module in ([model] if root else units) for p in module.parameters()}
     plan = ShardedPlan(
         policy=policy,
@@ -314,10 +317,6 @@ def apply_policy(unit: nn.Module, policy: Policy, dp: DeviceMesh, *, root: bool 
     """Make a module a unit of FSDP."""
     apply: Any = replicate_function() if policy.strategy == "no_shard" else fully_shard
     apply(unit, **(policy.kwargs(dp, root=root) | extra))
-
-
-def _depth(name: str) -> int:
-    return -name.count(".")
 
 
 def _average_over(unit: Any, dp: DeviceMesh) -> None:  # noqa: ANN401 - what fully_shard made of a module

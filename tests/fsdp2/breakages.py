@@ -778,12 +778,19 @@ class Lopsided(Block):
         return x + (self.up(x) if dist.get_rank() == 0 else self.narrow(x).sum(-1, keepdim=True))
 
 
+def _barrier_of_rank_0(model):
+    step(model)
+    if dist.get_rank() == 0:
+        dist.barrier()
+
+
 THREADS["rank-skip"] = "pytorch/pytorch#126616"
 DISAGREEMENTS = {
     "rank-structure": (lambda mesh: (_wrapped_by_rank(mesh), step), "layers.1"),
     "rank-skip": (_rank_skips_a_block, "layers.1"),
     "rank-skip-steps": (lambda mesh: (shard(Net(), mesh), _rank_stops_early), "(root)"),
     "rank-unused": (lambda mesh: (shard(with_block(Lopsided)(), mesh), step), "layers.1"),
+    "rank-alone": (lambda mesh: (shard(Net(), mesh), _barrier_of_rank_0), ""),
 }
 
 

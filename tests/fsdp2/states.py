@@ -25,7 +25,9 @@ from torch.distributed.tensor import distribute_tensor
 
 from ckpt_tools.fsdp2 import (
     RngState,
+    add_lora,
     audit,
+    load_base,
     load_checkpoint,
     load_optimizer,
     parameter_groups,
@@ -149,7 +151,7 @@ def narrower_model(mesh, fixed=False):
     return model, lambda model: dcp.load({"model": model.state_dict()}, checkpoint_id=path)
 
 
-@breaks("no-metadata", "", "dcp.load(", fix="load_checkpoint(model, PATH)")
+@breaks("no-metadata", "", "dcp.load(", fix="load_checkpoint(model, PATH)", thread="huggingface/accelerate#3010")
 def directory_of_the_hub(mesh, fixed=False):
     from safetensors.torch import save_file
 
@@ -161,7 +163,7 @@ def directory_of_the_hub(mesh, fixed=False):
     return _loads(mesh, path, lambda state: state, fixed)
 
 
-@breaks("per-rank-state", "rng.", "dcp.load(", fix="RngState")
+@breaks("per-rank-state", "rng.", "dcp.load(", fix="RngState", thread="pytorch/torchtitan#811")
 def generators_of_fewer_ranks(mesh, fixed=False):
     path = os.path.join(breakages.PLACE, "one-rank")
     states = {"rng": {"7": {"torch": torch.get_rng_state()}}}
@@ -221,6 +223,33 @@ def state_without_a_head(mesh, fixed=False):
         step(model)
 
     return shard(Net(), mesh), run
+
+
+@breaks("unexpected-keys", "extra", "model.load_state_dict(", fix="strict=False")
+def state_with_more_than_the_model(mesh, fixed=False):
+    def run(model):
+        model.load_state_dict({**model.state_dict(), "extra": torch.ones(2)}, strict=not fixed)
+
+    return shard(Net(), mesh), run
+
+
+@breaks("missing-keys", "step", "dcp.load(")
+def number_that_was_not_saved(mesh):
+    path = saved({"model": shard(Net(), mesh).state_dict()}, "nested")
+    return shard(Net(), mesh), lambda model: dcp.load({"model": model.state_dict(), "step": 0}, checkpoint_id=path)
+
+
+@breaks("other-names", "model.base_model.model.emb.weight", "dcp.load(", fix="load_base(model, '")
+def base_into_a_model_with_adapters(mesh, fixed=False):
+    path = saved({"model": shard(Net(), mesh).state_dict()}, "nested")
+    model = add_lora(Net(), {"peft_type": "LORA", "r": 2, "target_modules": ["up"]})
+    shard_model(model, mesh)
+
+    def run(model):
+        load_base(model, path) if fixed else dcp.load({"model": model.state_dict()}, checkpoint_id=path)
+        step(model)
+
+    return model, run
 
 
 # Optimizers.
@@ -347,7 +376,7 @@ def local_gradients_set_by_hand(mesh, fixed=False):
 # Casts, moves and strides.
 
 
-@breaks("load-dtype", "emb.weight", "", fix="MixedPrecisionPolicy(param_dtype=")
+@breaks("load-dtype", "emb.weight", "", fix="MixedPrecisionPolicy(param_dtype=", thread="pytorch/pytorch#137522")
 def cast_after_a_step(mesh, fixed=False):
     def run(model):
         step(model)

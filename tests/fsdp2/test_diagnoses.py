@@ -28,7 +28,7 @@ def _cases(table):
 @pytest.fixture(scope="module")
 def said_by_rank(request, tmp_path_factory):
     wanted = [item for item in request.session.items if "said_by_rank" in getattr(item, "fixturenames", ())]
-    names = {item.callspec.params["name"] for item in wanted}
+    names = {item.callspec.params["name"] for item in wanted if not item.get_closest_marker("skip")}
     return run_ranks(2, threads.run_some, names, str(tmp_path_factory.mktemp("states")), timeout=100)
 
 
@@ -76,7 +76,8 @@ def test_diagnose_ranks_that_disagree_is_told_from_their_traces(tmp_path, name):
     code = "rank-skip" if name == "rank-skip-steps" else name
     where = DISAGREEMENTS[name][1]
     assert {(each.id, each.module) for each in told} == {(code, where)}
-    assert [(found.code, found.where) for found in compare_traces(read_traces(traces))] == [(code, where)]
+    of_traces = [] if name == "rank-alone" else [(code, where)]  # the models did the same
+    assert [(found.code, found.where) for found in compare_traces(read_traces(traces))] == of_traces
 
 
 def test_diagnose_assertion_of_old_torch_on_bagel_model_is_double_wrap():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 
 import pytest
 import torch
@@ -371,6 +372,41 @@ def test_sharding_of_a_config_is_found_where_the_pieces_are():
     assert ckpt_tools.fsdp2.read_sharding is read_sharding
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         ckpt_tools.fsdp2.nothing  # noqa: B018
+
+
+def test_pieces_that_exclude_each_other_are_refused():
+    from ckpt_tools.fsdp2 import Policy
+
+    for options in (
+        {"policy": Policy(strategy="no_shard"), "shard_placement_fn": lambda p: None},
+        {"dp_mesh_dims": object(), "meshes": {"layers.*": None}},
+    ):
+        with pytest.raises(UsageError, match="excludes"):
+            shard_model(Net(), None, **options)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
+def test_float8_linears_equal_one_process():
+    for off, said in run_ranks(2, _float8):
+        assert off == 0.0
+        assert said == []
+
+
+def _float8(rank, world_size):
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def make():
+        torch.manual_seed(0)
+        config = Float8LinearConfig(emulate=True)  # no card
+        return convert_to_float8_training(Net(width=16), config=config, module_filter_fn=lambda m, fqn: "layers" in fqn)
+
+    one, model = make(), make()
+    plan = shard_model(model, init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_shard",)))
+    for net in (one, model):
+        net(torch.arange(16).reshape(2, 8)).square().mean().backward()
+    pairs = zip(one.parameters(), model.parameters(), strict=True)
+    off = max(float((a.grad - whole(b.grad)).norm()) for a, b in pairs)
+    return off, [found.code for found in audit(model, phase="backward", plan=plan)]
 
 
 def test_switch_refuses_an_optimizer_of_another_model():
