@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ckpt_tools.checkpoint.entries import Finding
+from ckpt_tools.checkpoint.names import group_names
 from ckpt_tools.fsdp2.catalogue import build_finding
 from ckpt_tools.fsdp2.internals import local_of, mesh_axes, non_persistent_names, read_groups, read_states, shown
 from ckpt_tools.fsdp2.local import bytes_of
@@ -177,14 +178,15 @@ def _compare_digests(digests: Sequence[Mapping[str, str]], code: str, noun: str)
 
 
 def _compare_gradients(records: Sequence[RankRecord]) -> list[Finding]:
-    everywhere = set.intersection(*(set(record.with_grad) for record in records))
-    findings = []
+    """Return one finding for all parameters that have a gradient on some ranks only."""
+    missing: dict[str, list[str]] = {}  # Ranks → names
     for fqn in dict.fromkeys(fqn for record in records for fqn in record.with_grad):
-        if fqn not in everywhere:
-            ranks = [rank for rank, record in enumerate(records) if fqn not in record.with_grad]
-            what = f"no gradient on rank {', '.join(map(str, ranks))}, but on the others"
-            findings.append(build_finding("rank-unused", fqn, what))
-    return findings[:_MAX_FINDINGS]
+        ranks = [str(rank) for rank, record in enumerate(records) if fqn not in record.with_grad]
+        if ranks:
+            missing.setdefault(", ".join(ranks), []).append(fqn)
+    parts = [f"rank {ranks}: {first_few(group_names(names, None), 4)}" for ranks, names in missing.items()]
+    where = next(iter(missing.values()), [""])[0]
+    return [build_finding("rank-unused", where, f"no gradient, but on others, on {'; '.join(parts)}")] if parts else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ everything in that session. A caller that is killed takes the child with it: the
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -241,7 +242,10 @@ def serve(directory: str, job: Mapping[str, Any]) -> None:
     die_with_parent(job["parent"], signal.SIGTERM)
     warnings.simplefilter("ignore")
     module, _, name = job["function"].partition(":")
+    gc.disable()  # while torch is imported, all of it would be looked through again and again
     function = getattr(importlib.import_module(module), name)
+    gc.freeze()
+    gc.enable()
     kind = next(iter(typing.get_type_hints(function).values()))
     answer: dict[str, object]
     try:

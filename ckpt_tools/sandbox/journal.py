@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal, TypeVar
 
 from ckpt_tools.checkpoint.entries import Finding
@@ -94,8 +95,14 @@ def read_events(path: str) -> list[Event]:
     found = []
     for line in lines:
         with suppress(ValueError):  # a rank that was ended while it wrote
-            found.append(wire.loads(Event, line))
+            found.append(_event_of(line))
     return found
+
+
+@lru_cache(maxsize=4096)
+def _event_of(line: str) -> Event:
+    """Return an event; whoever watches a run reads its first ones a hundred times."""
+    return wire.loads(Event, line)
 
 
 def events_path(directory: str, rank: int) -> str:

@@ -155,6 +155,13 @@ def test_compare_records_of_equal_ranks_and_parts_that_only_one_has_are_silent()
     assert compare_records([_record(replicas={"w at dp=0": "1"}), _record(replicas={"w at dp=1": "2"})]) == []
 
 
+def test_gradients_that_ranks_lack_are_one_finding_with_the_names():
+    held = (("x", *(f"layers.{i}.a" for i in range(9))), ("x", "b"), ("x", "b"))
+    (found,) = compare_records([_record(with_grad=each) for each in held])
+    assert found.where == "layers.0.a"
+    assert found.what == "no gradient, but on others, on rank 1, 2: layers.*.a; rank 0: b"
+
+
 def test_compare_records_of_many_differences_are_summed_up():
     many = {f"w{index}": "1" for index in range(100)}
     found = compare_records([_record(replicas=many), _record(replicas=dict.fromkeys(many, "2"))])

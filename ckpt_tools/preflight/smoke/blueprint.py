@@ -49,7 +49,7 @@ class Blueprint:
     setting: SmokeSetting
     recipe: Recipe  # The setting's, perhaps with fewer layers
     source: str  # Checkpoint of the base model
-    on_cpu: bool  # Build there: meta cannot
+    on_cpu: bool = False  # Build there: meta cannot
 
     def build_base(self) -> nn.Module:
         """Return the base model, its parameters in the dtypes of the checkpoint; on meta where that can be."""

@@ -332,8 +332,8 @@ def constant_weights(model: nn.Module) -> dict[str, float]:
     mine: dict[str, tuple[float, ...]] = {}
     for fqn, parameter in model.named_parameters():
         local = local_of(parameter.detach())
-        is_float = local.is_floating_point() and local.dtype.itemsize > 1
-        ends = torch.aminmax(local) if local.numel() and is_float else ()
+        has_numbers = local.is_floating_point() and local.dtype.itemsize > 1 and local.numel() and not local.is_meta
+        ends = torch.aminmax(local) if has_numbers else ()
         if len(values := {float(end) for end in ends}) < 2:
             mine[strip_wrappers(fqn)] = tuple(values)
     first, *others = gather(mine)

@@ -61,8 +61,10 @@ def launch(job: LaunchJob, here: Here) -> Launched:
 
 def preload(options: SmokeOptions) -> None:
     """Import what every rank will need, once; nothing here may start a thread or touch a GPU."""
+    gc.disable()
     for name in _PRELOAD:
         importlib.import_module(name)
+    gc.enable()
     for name, is_wanted in (("peft", options.lora), ("bitsandbytes", options.quantize is not None)):
         # bitsandbytes begins to use a GPU when it is imported. The absence of either is refused later, with a hint.
         if is_wanted and not (name == "bitsandbytes" and os.path.exists("/dev/nvidiactl")):
@@ -82,7 +84,6 @@ def _try(setting: SmokeSetting, here: Here) -> None:
         if error is not None:
             raise error
     # What is alive now is alive in every rank; it shall not be copied for being looked at.
-    gc.collect()
     gc.freeze()
 
 
