@@ -196,3 +196,27 @@ def test_invokeai_takes_the_magnitudes_of_columns(tmp_path: Path) -> None:
     assert judged(scaled | {f"{name}.dora_scale": torch.ones(1, 32)}, "wan", file).is_whole
     report = judged(scaled | {f"{name}.dora_scale": torch.ones(32, 1)}, "wan", file)
     assert [finding.code for finding in report.findings] == ["loader-misreads"]
+
+
+@pytest.mark.parametrize(
+    ("prefix", "ends", "takers"),
+    [
+        ("lora_unet_", ("lora_down.weight", "lora_up.weight", "alpha"), {"comfyui", "kohya", "invokeai"}),
+        ("diffusion_model.", ("lora_A.weight", "lora_B.weight"), {"comfyui", "invokeai"}),
+        ("diffusion_model.", ("lora_down.weight", "lora_up.weight", "alpha"), {"comfyui", "invokeai"}),
+    ],
+)
+def test_anima_is_known_by_its_names(prefix: str, ends: tuple[str, ...], takers: set[str], tmp_path: Path) -> None:
+    paths = ["self_attn.q_proj", "cross_attn.output_proj", "mlp.layer1"]
+    tensors = {}
+    for path in (f"blocks.{number}.{each}" for number in range(2) for each in paths):
+        for end in ends:
+            name = f"{prefix}{path if prefix.endswith('.') else path.replace('.', '_')}.{end}"
+            tensors[name] = (
+                torch.tensor(4.0) if end == "alpha" else torch.randn(16, 4).T if end[5] in "dA" else torch.randn(16, 4)
+            )
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "a.safetensors")
+    loaders = ["comfyui", "kohya", "invokeai", "diffusers"]
+    result = check_lora(tmp_path / "a.safetensors", loaders=loaders)
+    assert result.architecture == "anima"
+    assert {report.loader for report in result.loaders if report.is_whole} == takers

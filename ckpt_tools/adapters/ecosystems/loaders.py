@@ -369,8 +369,7 @@ def _check_rank(file: AdapterFile, config: Mapping[str, object], loading: Loadin
         loading.say("loader-needs", "info", file.file, what)
 
 
-# SGLang (`--enable-lora`), with an adapter of PEFT: it knows a module by its layer's number and its last name.
-#
+# SGLang (`--enable-lora`) with an adapter of PEFT: it knows a module by its layer's number and its last name.
 # Source: sglang 0.5.23, srt/lora/lora_config.py, lora.py, lora_manager.py, mem_pool.py, utils.py.
 
 _IN_LAYER = re.compile(r"(?P<root>.*?)layers\.(?P<number>\d+)\.(?P<parent>.*?)(?P<leaf>[^.]+)")
