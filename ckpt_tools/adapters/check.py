@@ -192,8 +192,7 @@ def _check(
         run.not_checked.append("the modules' names and shapes in the base model (--base)")
     elif adapter.convention != "gguf":
         found, not_checked = check_against(adapter, base, family)
-        is_placed = wanted == ("sglang",)  # by the ends of paths, which its rules compare
-        run.findings += (each for each in found if not is_placed or each.code != "adapter-unmatched")
+        run.findings += [x for x in found if wanted != ("sglang",) or x.code != "adapter-unmatched"]  # by paths' ends
         run.not_checked += not_checked
     run.not_checked += [
         f"{each.text} (assumed by the export that wrote this file). Otherwise: {each.otherwise}"

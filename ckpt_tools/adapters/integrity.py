@@ -80,6 +80,7 @@ ValueTable = Mapping[tuple[int, str], Values | None]
 """(number of the module, role) → what its values are like; None, or nothing, for a factor that was not looked at."""
 
 NUMBER = re.compile(r"(?<![^._])\d+(?![^._])")  # Of a layer, in a path
+_IN_OUT = re.compile(r".*\.(?:[cq]_attn|c_proj|c_fc)|(?:.*\.)?(?:wte|wpe|\w*embed\w*)")  # GPT-2's Conv1D, embeddings
 _EXPERT = re.compile(r"(?:^|[._])experts?[._]\d")  # One that the router never chose stays untrained in a healthy run
 _NEVER_ZERO = ("A", "B_embedding")  # Roles that begin with random values in every trainer: PEFT, kohya's, LyCORIS
 _LARGEST, _SMALLEST = 256.0, 1e-6
@@ -266,9 +267,6 @@ def check_base(adapter: Adapter[F], base: Shapes) -> Iterator[Finding]:
         if found is not None and weight and not _fits(found, weight, path, is_stack=module.parameter != "weight"):
             what = f"{', '.join(sorted(shapes))} are for {list(found)}, and the base model's is {list(weight)}"
             yield _finding("adapter-shape", module.path, what, "is it the base that the adapter was trained on?")
-
-
-_IN_OUT = re.compile(r".*\.(?:[cq]_attn|c_proj|c_fc)|(?:.*\.)?(?:wte|wpe|\w*embed\w*)")  # GPT-2's Conv1D, embeddings
 
 
 def _fits(found: Matrix, weight: Shape, path: str, *, is_stack: bool) -> bool:

@@ -10,7 +10,8 @@ from ckpt_tools.options import AnyPath, Argument, Doc, Option, common
 
 ARCHITECTURES = (
     "sd1|sd2|sdxl|kolors|sd3|flux1|flux2|chroma|qwen_image|z_image|lumina2|sana|hidream|wan|hunyuan_video|"
-    "hunyuan_video_1_5|ltx|ltx2|cogvideox|aura_flow|cosmos|mochi|kandinsky5|krea2|ideogram4|ernie_image|llm"
+    "hunyuan_video_1_5|ltx|ltx2|cogvideox|aura_flow|cosmos|mochi|kandinsky5|krea2|ideogram4|ernie_image|hunyuan_image|"
+    "anima|llm"
 )
 """As `adapters.architectures` has them, in its order."""
 METHODS = (

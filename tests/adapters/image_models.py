@@ -89,7 +89,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, object]]
     "sd3": (sd3, sd3_inputs),
     "sdxl": (sdxl, sdxl_inputs),
 }
-OF_DIFFUSERS = ("aura_flow", "cosmos", "mochi", "kandinsky5", "krea2", "ideogram4", "ernie_image")
+OF_DIFFUSERS = ("aura_flow", "cosmos", "mochi", "kandinsky5", "krea2", "ideogram4", "ernie_image", "hunyuan_image")
 """Of whose names only diffusers' are known."""
 VIDEO = ("wan", "wan-vace", "wan-skyreels", "hunyuan_video", "hunyuan_video_1_5", "ltx", "ltx2", "cogvideox")
 ALL: dict[str, tuple[str, Callable[[], nn.Module]]] = {

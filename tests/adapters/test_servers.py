@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from adapters.image_models import ALL, adapter, linears, lora, to_target
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from ckpt_tools import api
 from ckpt_tools.adapters.check import check_lora
 from ckpt_tools.adapters.ecosystems.loader_report import LoaderReport
 
@@ -196,3 +198,55 @@ def test_invokeai_takes_the_magnitudes_of_columns(tmp_path: Path) -> None:
     assert judged(scaled | {f"{name}.dora_scale": torch.ones(1, 32)}, "wan", file).is_whole
     report = judged(scaled | {f"{name}.dora_scale": torch.ones(32, 1)}, "wan", file)
     assert [finding.code for finding in report.findings] == ["loader-misreads"]
+
+
+@pytest.mark.parametrize(
+    ("prefix", "ends", "takers"),
+    [
+        ("lora_unet_", ("lora_down.weight", "lora_up.weight", "alpha"), {"comfyui", "kohya", "invokeai"}),
+        ("diffusion_model.", ("lora_A.weight", "lora_B.weight"), {"comfyui", "invokeai"}),
+        ("diffusion_model.", ("lora_down.weight", "lora_up.weight", "alpha"), {"comfyui", "invokeai"}),
+    ],
+)
+def test_anima_is_known_by_its_names(prefix: str, ends: tuple[str, ...], takers: set[str], tmp_path: Path) -> None:
+    paths = ["self_attn.q_proj", "cross_attn.output_proj", "mlp.layer1"]
+    tensors = {}
+    for path in (f"blocks.{number}.{each}" for number in range(2) for each in paths):
+        for end in ends:
+            name = f"{prefix}{path if prefix.endswith('.') else path.replace('.', '_')}.{end}"
+            tensors[name] = (
+                torch.tensor(4.0) if end == "alpha" else torch.randn(16, 4).T if end[5] in "dA" else torch.randn(16, 4)
+            )
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "a.safetensors")
+    loaders = ["comfyui", "kohya", "invokeai", "diffusers"]
+    result = check_lora(tmp_path / "a.safetensors", loaders=loaders)
+    assert result.architecture == "anima"
+    assert {report.loader for report in result.loaders if report.is_whole} == takers
+
+
+@pytest.mark.parametrize("prefix", ["transformer.", "diffusion_model."])
+def test_onetrainers_parts_of_a_fused_weight_are_the_modules_of_diffusers(prefix: str, tmp_path: Path) -> None:
+    """Its ORIGINAL layout: `img_attn.qkv.0` to `.2` and `linear1.0` to `.3`, each with factors of its own."""
+    rows = {f"double_blocks.0.img_attn.qkv.{at}": 32 for at in range(3)} | {"single_blocks.1.linear1.3": 128}
+    tensors, wanted = {}, {}
+    places = ("to_q", "to_k", "to_v")
+    for name, height in rows.items():
+        down, up = torch.randn(4, 32), torch.randn(height, 4)
+        tensors |= {f"{prefix}{name}.lora_down.weight": down, f"{prefix}{name}.lora_up.weight": up}
+        tensors[f"{prefix}{name}.alpha"] = torch.tensor(2.0)
+        at = int(name[-1])
+        path = f"transformer_blocks.0.attn.{places[at]}" if "qkv" in name else "single_transformer_blocks.1.proj_mlp"
+        wanted[f"transformer.{path}"] = 0.5 * up.double() @ down.double()
+    save_file(tensors, tmp_path / "a.safetensors")
+    api.export_lora(tmp_path / "a.safetensors", tmp_path / "out", to="diffusers", architecture="flux1")
+    found = load_file(next((tmp_path / "out").glob("*.safetensors")))
+    assert {name.partition(".lora_")[0] for name in found} == {*wanted}
+    with safe_open(next((tmp_path / "out").glob("*.safetensors")), "pt") as file:
+        scale = scale_in(json.loads(file.metadata().get("lora_adapter_metadata", "{}")))
+    for path, change in wanted.items():
+        got = scale * found[f"{path}.lora_B.weight"].double() @ found[f"{path}.lora_A.weight"].double()
+        assert (got - change).abs().max() < 1e-6 * change.abs().max()
+
+
+def scale_in(said: dict[str, float]) -> float:
+    return said.get("transformer.lora_alpha", 1) / said.get("transformer.r", 1)

@@ -15,7 +15,9 @@ from stubs import stub
 from toy_models import resized
 
 _LOADER = "invokeai.backend.model_manager.load.model_loaders.lora"
+_PATCHES = "invokeai.backend.patches"
 _MANAGER = "invokeai.backend.model_manager"
+_CAST = "load/model_cache/torch_module_autocast/cast_to_device"
 _OF_CONFIGS = {"identification_utils", "flux2_variant", "lora"}
 
 
@@ -23,7 +25,7 @@ def start(source: str) -> None:
     """Import its converters; everything else of it is made up."""
     root = Path(source)
     files = [root / f"{_LOADER.replace('.', '/')}.py", *(root / "invokeai/backend/patches").rglob("*.py")]
-    files += [root / _MANAGER.replace(".", "/") / f"{name}.py" for name in ("taxonomy", "util/model_util")]
+    files += [root / _MANAGER.replace(".", "/") / f"{name}.py" for name in ("taxonomy", "util/model_util", _CAST)]
     files += [root / _MANAGER.replace(".", "/") / f"configs/{name}.py" for name in _OF_CONFIGS]
     names = {".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__") for file in files}
     stub(("invokeai", "onnxruntime", "picklescan"), keep=names)
@@ -57,6 +59,9 @@ def load(toy: Any, job: dict[str, str]) -> dict[str, Any]:
     loader._torch_dtype = torch.float32
     config = SimpleNamespace(path=job["file"], format=taxonomy.ModelFormat.LyCORIS)
     patch = loader._load_model(config)
+    if toy.invokeai == "flux2":  # as its node does it
+        converters = __import__(f"{_PATCHES}.lora_conversions.flux_bfl_peft_lora_conversion_utils", fromlist=["_"])
+        patch = converters.convert_bfl_lora_patch_to_diffusers(patch)
     weights = load_file(job["base"] if toy.invokeai == "flux" else next(Path(job["model"]).glob("*.safetensors")))
     own = {name.rpartition(".")[0].replace(".", "_"): name for name in weights if name.endswith(".weight")}
     for key, layer in patch.layers.items():

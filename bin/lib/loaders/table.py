@@ -96,8 +96,11 @@ def _tables(cells: Sequence[Cell]) -> list[tuple[str, list[list[str]]]]:
     keys = dict.fromkeys((cell.architecture, cell.family) for cell in images)
     rows = [[*key, *(_text(images, *key, *column) for column in COLUMNS)] for key in keys]
     found = [("loaders.csv", [["model", "family", *heads], *rows])]
-    rows = [[cell.family, cell.text, cell.verdict] for cell in cells if not cell.architecture]
-    return [*found, ("loaders-vllm.csv", [["adapter", "vLLM", "check-lora --for vllm"], *rows])]
+    for server, title in (("vllm", "vLLM"), ("sglang", "SGLang")):
+        own = [cell for cell in cells if not cell.architecture and cell.loader == server]
+        rows = [[cell.family, cell.text, cell.verdict] for cell in own]
+        found.append((f"loaders-{server}.csv", [["adapter", title, f"check-lora --for {server}"], *rows]))
+    return found
 
 
 def _text(cells: Iterable[Cell], architecture: str, family: str, target: str, loader: str) -> str:

@@ -92,8 +92,7 @@ class KeyConversion:
     together: tuple[str, ...] = ()
     """Parts of native paths: it raises where a file has some of them and not the others."""
     encoders: tuple[str, ...] = ()  # What stands in front of the encoders' flattened paths, in their order
-    joins: str = "(?!)"
-    """Regular expression of diffusers paths: it joins the three of which the group is equal, or raises."""
+    joins: str = "(?!)"  # Regular expression of diffusers paths, of which it joins three with an equal group, or raises
 
     def applies(self, names: Collection[str]) -> bool:
         """Does it convert a file with these names?"""

@@ -115,8 +115,7 @@ def to_mlx(adapter: Adapter[Array], base: BaseModel | None) -> Written:
 
 
 def _rank(module: Module) -> int:
-    rank: int = module.factors["A"].shape[0]
-    return rank
+    return int(module.factors["A"].shape[0])
 
 
 def _most_common(values: Iterator[float]) -> float:

@@ -145,7 +145,8 @@ def _encoder(name: str, part: ModelPart) -> str | None:
 
 def load_in_invokeai(file: AdapterFile, loading: Loading) -> None:
     """Apply InvokeAI's rules; raise RejectedError where it raises, or does not recognise the file."""
-    family, names = _family_of(file, "invokeai", "InvokeAI", loading), {name: name for name in file.tensors}
+    family = _family_of(file, "invokeai", "InvokeAI", loading)
+    names = {name: name for name in file.tensors if not name.startswith("bundle_emb")}
     if family is None:
         return
     if any(".processor." in name or name.endswith("_norm.scale") for name in names):
@@ -369,8 +370,7 @@ def _check_rank(file: AdapterFile, config: Mapping[str, object], loading: Loadin
         loading.say("loader-needs", "info", file.file, what)
 
 
-# SGLang (`--enable-lora`), with an adapter of PEFT: it knows a module by its layer's number and its last name.
-#
+# SGLang (`--enable-lora`) with an adapter of PEFT: it knows a module by its layer's number and its last name.
 # Source: sglang 0.5.23, srt/lora/lora_config.py, lora.py, lora_manager.py, mem_pool.py, utils.py.
 
 _IN_LAYER = re.compile(r"(?P<root>.*?)layers\.(?P<number>\d+)\.(?P<parent>.*?)(?P<leaf>[^.]+)")
@@ -393,8 +393,7 @@ def load_in_sglang(file: AdapterFile, loading: Loading) -> None:
     leaves: dict[tuple[str | Any, ...], set[str]] = defaultdict(set)
     for name in file.tensors:
         path, _, end = name.partition(".lora_")
-        hit = _IN_LAYER.fullmatch(path)
-        if hit is not None:
+        if (hit := _IN_LAYER.fullmatch(path)) is not None:
             _check_factor(name, hit["leaf"], end, targets, file.tensors[name].shape, config["r"], loading)
             leaves[hit.group("number", "parent")].add(hit["leaf"])
         elif name.endswith(_FROZEN):
