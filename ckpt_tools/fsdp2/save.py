@@ -149,6 +149,7 @@ def async_save_checkpoint(
         DestinationExistsError: `path` exists.
         UsageError: As `save_checkpoint`.
     """
+    at_once = max(at_once, 1)
     _settle(at_once - 1)
     if _groups[0] is not dist.group.WORLD:
         _groups[:] = [dist.group.WORLD]
@@ -156,9 +157,8 @@ def async_save_checkpoint(
     while world_size() > 1 and len(_groups) <= slot:
         _groups.append(dist.new_group(backend="gloo"))
     finish = _prepare(model, optimizer, path, state or {}, overwrite, trainable_only, copies=True)
-    executor = ThreadPoolExecutor(
-        1, "ckpt-save", initializer=talk_over, initargs=(_groups[slot] if world_size() > 1 else None,)
-    )
+    group = _groups[slot] if world_size() > 1 else None
+    executor = ThreadPoolExecutor(1, "ckpt-save", initializer=talk_over, initargs=(group,))
     saving = _Saving(slot)
     _saves.append(saving)
     executor.submit(saving.run, finish)
