@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _SPARE = 8  # Columns of a random projection beside those that are wanted
 _SMALL = 256  # Rows up to which all singular vectors are computed
 _ROUNDS = 16  # Of a projection, until all are computed after all
-_CONVERGED, _NOISE = 1e-4, 1e-9  # Parts of the squared error and norm that another round must win
+_CONVERGED, _NOISE = 1e-5, 1e-9  # Parts of the squared error and norm that another round must win
 _SLICE = 1 << 22  # Elements that are float64 at a time
 
 

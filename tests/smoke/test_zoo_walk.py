@@ -66,6 +66,7 @@ def test_statistics_that_differ_between_ranks_are_a_note(silent):
     ("kind", "options"),
     [
         ("Balanced", {"mesh": "dp_replicate=2,dp_shard=2"}),
+        ("Clip", {"nproc": 1}),
         ("FlowMatching", {"mesh": "dp_replicate=2,dp_shard=2"}),
         ("Gpt", {"param_dtype": "bf16", "reduce_dtype": "f32"}),
     ],

@@ -76,17 +76,17 @@ def build(run: RankRun) -> str:
 def _build(run: RankRun, why_cpu: str) -> nn.Module:
     """Build the model, on the CPU of every rank where meta makes another one or none; and say so."""
     options, begun = run.setting.options, time.perf_counter()
-    model = run.blueprint.build()
+    model = run.blueprint.build_base()
     if not why_cpu and options.build == "auto" and options.factory and (why_cpu := other_tensors(model, run.blueprint)):
         run.blueprint = replace(run.blueprint, on_cpu=True)
-        model = run.blueprint.build()
+        model = run.blueprint.build_base()
     if why_cpu and options.quantize is not None:
         hint = "drop --quantize, or change what the model does in __init__"
         raise UsageError(f"--quantize needs a model that is built on meta: {why_cpu}", where="--quantize", hint=hint)
     if why_cpu:
         size = format_size(sum(parameter.nbytes for parameter in model.parameters()))
         run.note(f"built on the CPU of every rank ({size}, {time.perf_counter() - begun:.1f} s): {why_cpu}")
-    return model
+    return run.blueprint.adapted(model)
 
 
 def _millions(count: int) -> str:
@@ -323,10 +323,10 @@ def evaluate(run: RankRun, model: nn.Module) -> float:
     batch = on_device(batch_of(run, 0), run.device, None)
     buffers = rng.take_buffers(model)
     rng.seed(0, 0)
-    before = rng.state()
+    before, begun = rng.state(), run.count_collectives()
     with torch.set_grad_enabled(run.needs_gradients):
         value = float(loss_of(call(model, batch), run.loss_at).detach())
-    run.has_drawn = rng.state() != before
+    run.has_drawn, run.talks = rng.state() != before, run.talks or run.count_collectives() > begun
     rng.put_buffers(model, buffers)
     for module in model.modules():
         reshard = getattr(module, "reshard", None)
@@ -417,7 +417,7 @@ def _judge(run: RankRun, fact: str, model: nn.Module, saved: SavedWorld) -> str:
     value = evaluate(run, model)
     bitwise = value == saved.loss
     is_same_cut = saved.tp == run.setting.mesh.size(TP_AXIS)
-    is_other_talk = saved.talks and fact == "reload_other_world"
+    is_other_talk = fact == "reload_other_world" and any(gather(saved.talks or run.talks))
     tolerance = 0.0 if is_same_cut and run.device.type == "cpu" else tolerances_of(run).loss
     ok = bitwise or abs(value - saved.loss) <= tolerance * max(1.0, abs(saved.loss))
     # Rank 0 decides for all: running a model is collective, and only its buffers are those of the checkpoint.
