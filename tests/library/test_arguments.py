@@ -14,7 +14,7 @@ import torch
 from library.world import params
 
 import ckpt_tools
-from ckpt_tools.adapters.ecosystems.output import staged
+from ckpt_tools.adapters.ecosystems.output import Output, staged
 from ckpt_tools.checkpoint.layout import mesh_text, parse_mesh
 from ckpt_tools.cli import main
 from ckpt_tools.convert.finish import kept_or_discarded
@@ -257,7 +257,8 @@ def test_destination_that_appears_meanwhile_is_refused_as_such(tmp_path: Path, m
         begin(staging)
 
     monkeypatch.setattr(Staging, "begin", late)
-    lent = staged(str(out), overwrite=False)
+    output = Output(file="x", items=(), metadata={}, documents={})
+    lent = staged(str(out), output, overwrite=False)
     with pytest.raises(DestinationExistsError, match="the destination exists"):
         lent.__enter__()
 

@@ -88,6 +88,6 @@ def test_architectures_go_the_whole_way_or_say_that_they_do_not(at: int, tmp_pat
         num_whole += not what
         # Where the table does not know a model's own names, those of the file are kept, and that is said.
         if what and what != "small" and not (what == "not loaded" and "names of the file" in said):
-            wrong[name] = what
+            wrong[name] = what, said[-1000:]
     assert wrong == {}
     assert num_whole >= _FEWEST // (1 if is_whole else _OF)
