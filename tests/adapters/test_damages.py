@@ -136,6 +136,7 @@ OF_MLX = {
     "DoRA without magnitudes": said(fine_tune_type="dora"),
     "a full fine-tune": said(fine_tune_type="full"),
     "no parameters": unsaid("lora_parameters"),
+    "a whole layer lost": lost("", every=1, part="layers.1."),
 }
 OF_GGUF = {
     "alpha not a number": said(**{"adapter.lora.alpha": "nan"}),
@@ -157,6 +158,17 @@ ALL = {
     **{("mlx", name): each for name, each in (of_tensors(*SIDES["mlx"]) | SWAPS | OF_MLX).items()},
     **{("gguf", name): each for name, each in (of_tensors(*SIDES["gguf"]) | OF_GGUF).items()},
 }
+
+
+@pytest.mark.parametrize("part", ["layers.1.", "self_attn.v_proj"])
+def test_mlx_file_of_some_layers_is_whole_if_an_export_says_so(part: str, base: Path, tmp_path: Path) -> None:
+    names = [name for name in shapes() if "layers" in name and part not in name]
+    adapter, _ = make_adapter(tmp_path / "peft", dict.fromkeys(names, 4))
+    api.export_lora(adapter, tmp_path / "mlx", to="mlx", base=base)
+    assert judged("mlx", tmp_path / "mlx", base) == "loads"
+    file = tmp_path / "mlx/adapters.safetensors"
+    save_file(load_file(file), file, metadata={"format": "mlx"})  # as mlx-lm would write it
+    assert judged("mlx", tmp_path / "mlx", base) == ("fails" if part == "layers.1." else "loads")
 
 
 @pytest.fixture(scope="module")

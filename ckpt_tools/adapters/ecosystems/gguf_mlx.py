@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from ckpt_tools.adapters.adapter import Adapter
 from ckpt_tools.adapters.base.gguf_names import architecture_of, names_of, patterns_of, row_order
-from ckpt_tools.adapters.base.model import BaseModel
+from ckpt_tools.adapters.base.model import BaseModel, parents_of
 from ckpt_tools.adapters.ecosystems.loader_report import AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.ecosystems.output import Written, file_name
 from ckpt_tools.adapters.ecosystems.place_modules import Fitting
@@ -27,6 +27,7 @@ from ckpt_tools.checkpoint.formats.gguf import ALPHA
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.transfer.arrays import Array
 
+_MODULES = "ckpt_modules"  # In the header: how many an export wrote, which may be fewer than mlx-lm itself adapts
 _LAYER = re.compile(r"(?P<list>.*\blayers)\.(?P<number>\d+)\.(?P<key>.+)")
 _ENDS = ("model.embed_tokens", "lm_head")
 
@@ -110,7 +111,8 @@ def to_mlx(adapter: Adapter[Array], base: BaseModel | None) -> Written:
         fitting.note(
             "names were not compared with a model: pass --base DIR; mlx-lm refuses names that it does not have"
         )
-    written = fitting.written(MLX_FILE, {n: np.ascontiguousarray(t) for n, t in tensors.items()}, {"format": "mlx"})
+    metadata = {"format": "mlx", _MODULES: str(len(modules))}
+    written = fitting.written(MLX_FILE, {n: np.ascontiguousarray(t) for n, t in tensors.items()}, metadata)
     return replace(written, documents={ADAPTER_CONFIG: json.dumps(config, indent=2).encode()})
 
 
@@ -222,3 +224,19 @@ def load_in_mlx(file: AdapterFile, loading: Loading) -> None:
     for path, found in sides.items():
         if found != wanted:
             loading.incomplete(path, f"mlx-lm loads it without {', '.join(sorted(wanted - found))}, without a word")
+    first = depth - last if last > 0 and isinstance(depth, int) else 0
+    _compare_number(file, loading, sides.keys(), keys, first)
+
+
+def _compare_number(file: AdapterFile, loading: Loading, paths: Collection[str], keys: object, first: int) -> None:
+    """Say what is missing of the modules that an export counted, or of those that mlx-lm adapts from layer `first`."""
+    told = file.metadata.get(_MODULES)
+    if told is not None and told != str(len(paths)):
+        loading.incomplete(file.file, f"{told} modules were written, and {len(paths)} are here")
+    elif told is None and file.base is not None:
+        hits = {path: hit for path in parents_of(file.base) if (hit := _LAYER.fullmatch(path))}
+        ends = keys if isinstance(keys, list) else {hits[path]["key"] for path in paths if path in hits}
+        wanted = {path for path, hit in hits.items() if hit["key"] in ends and int(hit["number"]) >= first}
+        if lacking := sorted(wanted.difference(paths)):
+            what = f"mlx-lm adapts it and finds no factors: {len(lacking)} modules are not here"
+            loading.incomplete(lacking[0], what)
