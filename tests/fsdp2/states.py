@@ -51,6 +51,14 @@ def adam(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
+def load_state(model, optimizer, path, fixed):
+    """Load by ckpt, or as DCP's documentation does."""
+    if fixed:
+        return load_optimizer(model, optimizer, path)
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    return dcp.load(state, checkpoint_id=path)
+
+
 def trained(model, optimizer):
     step(model)
     optimizer.step()
@@ -281,11 +289,7 @@ def checkpoint_of_another_optimizer(mesh, fixed=False):
 
     def run(model):
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9) if fixed else adam(model)
-        if fixed:
-            load_optimizer(model, optimizer, path)
-        else:
-            state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-            dcp.load(state, checkpoint_id=path)
+        load_state(model, optimizer, path, fixed)
         trained(model, optimizer)
 
     return model, run
@@ -298,11 +302,7 @@ def optimizer_under_another_key(mesh, fixed=False):
     path = saved({"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}, "optim")
 
     def run(model):
-        if fixed:
-            load_optimizer(model, optimizer, path)
-        else:
-            state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-            dcp.load(state, checkpoint_id=path)
+        load_state(model, optimizer, path, fixed)
         trained(model, optimizer)
 
     return model, run
